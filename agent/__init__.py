@@ -1,0 +1,1 @@
+"""One process a node: events in, decisions of `tenplexrun.core`, actions out."""

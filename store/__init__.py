@@ -1,0 +1,1 @@
+"""The node's tensor store: snapshots in shared memory, served to peers."""

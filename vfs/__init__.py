@@ -1,0 +1,1 @@
+"""The dataset view: the job's global sample order as files."""
