@@ -1,0 +1,140 @@
+"""What the agent asks of the world around it. Adapters implement these; `cli` wires them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class KeyValue:
+    """A key of the coordination store. `token` changes with every write and never comes back."""
+
+    key: str
+    value: str
+    token: str
+
+
+class Lease(Protocol):
+    """A key that lives while its holder does. `lost` is set when the store let it expire or somebody removed it."""
+
+    lost: asyncio.Event
+
+    @property
+    def key(self) -> str: ...
+    async def release(self) -> None:
+        """Stop refreshing and delete the key."""
+
+
+class Coordination(Protocol):
+    """A small, strongly consistent key-value store (etcd). Keys are slash-separated, without a leading slash.
+
+    All methods raise CoordinationError when the store cannot be reached within a bounded time,
+    CompareFailedError when a comparison was lost.
+    """
+
+    async def get(self, key: str) -> KeyValue | None: ...
+    async def put(self, key: str, value: str) -> KeyValue: ...
+    async def create(self, key: str, value: str) -> KeyValue:
+        """Write a key that must not exist."""
+
+    async def swap(self, key: str, value: str, token: str) -> KeyValue:
+        """Compare-and-swap: write only if the key's token is still `token`."""
+
+    async def delete(self, key: str, token: str | None = None) -> None:
+        """Delete a key (a missing one is fine); with `token`, only if it is still that one."""
+
+    async def list(self, prefix: str) -> Mapping[str, KeyValue]:
+        """All keys below the folder `prefix`, recursively."""
+
+    async def hold(self, key: str, value: str, ttl_s: float) -> Lease:
+        """Create a leased key that must not exist, and keep it alive from a thread of its own."""
+
+    def watch(self, prefix: str) -> AsyncIterator[Mapping[str, KeyValue]]:
+        """The whole content of `prefix` (a folder or a single key): now, and again after each change.
+
+        Level-triggered: changes may be merged, the last state is never missed. Outages are waited out.
+        """
+
+    async def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """One worker to fork: its whole environment, the command after the launcher's own flags, its streams."""
+
+    local_rank: int
+    env: Mapping[str, str]
+    stdout_fd: int
+    stderr_fd: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerExit:
+    """`code` is the exit code, or -N for death by signal N (as in `subprocess`). `at` is Unix time, seconds."""
+
+    pid: int
+    code: int
+    at: float
+
+
+class WorkerPool(Protocol):
+    """Forks workers from a process that has torch imported."""
+
+    exits: asyncio.Queue[WorkerExit]
+
+    async def listen(self, host: str) -> int:
+        """Bind and listen on a port of the system's choice, for the next round's TCPStore. Returns the port."""
+
+    async def spawn(self, workers: Sequence[WorkerSpec], host_store: bool) -> list[int]:
+        """Fork one process each and return pids. `host_store`: first fork the host of the round's TCPStore
+        on the socket of the last `listen`."""
+
+    def signal(self, pid: int, signum: int) -> None: ...
+    async def sweep(self) -> None:
+        """Kill and reap everything that an ended round left: the TCPStore's host, orphans."""
+
+
+class StoreClient(Protocol):
+    """The node's own tensor store. Records are those of `tenplexrun.core.snapshots`."""
+
+    async def open_round(
+        self, round_number: int, layout: Record, config: Record, ranks: Sequence[int]
+    ) -> Record:
+        """Reserve the two slots of a round for this node's `ranks`. Returns {"slots": [path, path]}.
+        Raises ArenaFullError with the bytes needed and free."""
+
+    async def seal(self, round_number: int, step: int, slot: int, values: Record) -> Record:
+        """All local ranks have written `slot`: checksum it and make it a snapshot. Returns its id."""
+
+    async def commit(self, round_number: int, step: int) -> None:
+        """Every node has sealed this snapshot: older ones, and other rounds', may be dropped."""
+
+    async def inventory(self) -> list[Record]:
+        """What is here and passes its checksums: a list of `Holding` records."""
+
+    async def pull(
+        self, snapshot: Record, layout: Record, claim: Record, fetches: Sequence[Record]
+    ) -> Record:
+        """Fetch regions from peers' stores and keep them beside the snapshot.
+        Returns {"num_bytes", "seconds", "num_fetches"}."""
+
+    async def index(self, snapshot: Record) -> str:
+        """Path of a JSON file that lists where the local pieces of a snapshot lie."""
+
+    async def layout(self, digest: str, peers: Sequence[str]) -> Record:
+        """The layout of this digest, from here or from one of the peers' stores."""
+
+
+class ViewClient(Protocol):
+    """The node's dataset view."""
+
+    async def show(self, round_number: int, order: Record, dp_rank: int, dp_size: int, consumed: int) -> str:
+        """Show one dp rank's share of the global order from `consumed` on. Returns the directory."""
+
+    async def drop(self, round_number: int) -> None:
+        """Readers of this round have left."""
