@@ -1,0 +1,49 @@
+# `make demo` runs the main job, `make test` all tests; both set up what is missing.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+SOURCES := $(shell find tenplexrun agent store vfs -name '*.py' 2>/dev/null | sort)
+PACKAGES := fuse3 libfuse3-dev pkg-config gcc python3-dev python3-venv iproute2
+
+.PHONY: demo test test-slow lint setup clean
+
+demo: setup
+	$(BIN)/python examples/demo.py
+
+test: lint
+	$(BIN)/pytest
+
+test-slow: setup
+	$(BIN)/pytest -m slow
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy -p tenplexrun
+	$(BIN)/lint-imports --no-cache
+
+setup: $(VENV)/installed
+
+# The list of source files is part of the stamp: the link tree of a strict editable install is made anew
+# when a file comes or goes.
+$(VENV)/installed: pyproject.toml constraints.txt $(VENV)/torch $(VENV)/sources
+	$(BIN)/pip install -q --no-build-isolation -c constraints.txt -e '.[fuse,dev]' --config-settings editable_mode=strict \
+	 || $(BIN)/pip install -q --no-build-isolation -c constraints.txt -e '.[dev]' --config-settings editable_mode=strict
+	touch $@
+
+$(VENV)/sources: FORCE
+	@mkdir -p $(VENV); echo '$(SOURCES)' | cmp -s - $@ || echo '$(SOURCES)' > $@
+
+$(VENV)/torch: constraints.txt $(VENV)/bin/python
+	$(BIN)/pip install -q torch==2.13.0
+	$(BIN)/pip install -q 'setuptools>=77' wheel
+	touch $@
+
+$(VENV)/bin/python:
+	sh tools/system-packages.sh $(PACKAGES)
+	$(PYTHON) -m venv $(VENV)
+
+FORCE:
+
+clean:
+	rm -rf $(VENV) build *.egg-info
