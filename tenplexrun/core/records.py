@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tenplexrun.core.parallel import ParallelConfig
 from tenplexrun.errors import LayoutError
 
 Record = dict[str, Any]
@@ -46,6 +47,16 @@ def flag(value: object, what: str) -> bool:
     if not isinstance(value, bool):
         raise LayoutError(f"{what} should be true or false, got {_short(value)}")
     return value
+
+
+def config(value: object) -> ParallelConfig:
+    """The parallel config of a record; axes that it does not name have size 1."""
+    sizes = fields(value, "a parallel config", (), ("pp", "dp", "cp", "ep", "tp"))
+    checked = {axis: whole(size, f"the size of axis {axis}", 1) for axis, size in sizes.items()}
+    try:
+        return ParallelConfig(**checked)
+    except ValueError as error:
+        raise LayoutError(f"a parallel config cannot be {checked}: {error}") from None
 
 
 def _short(value: object) -> str:

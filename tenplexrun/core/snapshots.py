@@ -62,11 +62,8 @@ class Claim:
     @classmethod
     def from_json(cls, record: object) -> Claim:
         known = records.fields(record, "a claim", ("config", "ranks"))
-        sizes = records.fields(known["config"], "a parallel config", (), ("pp", "dp", "cp", "ep", "tp"))
-        for axis, size in sizes.items():
-            records.whole(size, f"the size of axis {axis}", 1)
         ranks = (records.whole(rank, "a rank") for rank in records.items(known["ranks"], "the ranks of a claim"))
-        return cls(ParallelConfig.from_json(sizes), tuple(ranks))
+        return cls(records.config(known["config"]), tuple(ranks))
 
 
 @dataclass(frozen=True, slots=True)

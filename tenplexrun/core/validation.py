@@ -1,0 +1,84 @@
+"""Proof that a plan is right, before a byte moves: bounds, known sources, disjointness, exact tiling.
+
+Nothing of the planner is used but its records, so that a fault there is not repeated here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tenplexrun.core.dtypes import item_bytes
+from tenplexrun.core.planner import Fetch, Holders, NodePlan, ReconfigurationPlan
+from tenplexrun.core.ptc import PTC
+from tenplexrun.core.regions import Region, subtract
+from tenplexrun.core.snapshots import Regions
+from tenplexrun.errors import LayoutError
+
+
+def validate(plan: ReconfigurationPlan, target: PTC, holders: Holders) -> None:
+    """Raises LayoutError, naming node, tensor and region, unless executing `plan` gives every node what it needs."""
+    if set(plan.parts) != set(target.nodes):
+        raise LayoutError(f"the plan is for nodes {sorted(plan.parts)}, the target for {sorted(set(target.nodes))}")
+    for node, part in plan.parts.items():
+        if part.node != node:
+            raise LayoutError(f"the plan has the part of node {part.node} under {node}")
+        validate_part(part, target, holders)
+
+
+def validate_part(part: NodePlan, target: PTC, holders: Holders) -> None:
+    """`validate` for one node's part: what a node checks before it moves anything."""
+    by_tensor: dict[str, list[Fetch]] = {}
+    for fetch in part.fetches:
+        _check_fetch(fetch, part.node, target, holders)
+        by_tensor.setdefault(fetch.fqn, []).append(fetch)
+    needed, held = target.regions_on(part.node), holders.get(part.node, {})
+    absent = set(part.absent)
+    for fqn in sorted(absent):
+        if fqn not in needed or not target.layout.spec(fqn).at or fqn in by_tensor or _covered(fqn, needed, holders):
+            raise LayoutError(f"node {part.node}: {fqn} is not absent: it is shared state, unneeded, or a copy lives")
+    needed_bytes = missing_bytes = 0
+    for fqn in sorted((needed.keys() | by_tensor.keys()) - absent):
+        boxes = [fetch.region for fetch in by_tensor.get(fqn, ())]
+        missing = [rest for one in needed.get(fqn, ()) for rest in subtract(one, held.get(fqn, ()))]
+        _check_tiling(f"node {part.node}, tensor {fqn}", boxes, missing)
+        item = item_bytes(target.layout.spec(fqn).dtype)
+        needed_bytes += item * sum(region.num_elements for region in needed.get(fqn, ()))
+        missing_bytes += item * sum(region.num_elements for region in missing)
+    if (part.needed_bytes, part.held_bytes) != (needed_bytes, needed_bytes - missing_bytes):
+        raise LayoutError(
+            f"node {part.node} counts {part.needed_bytes} bytes needed and {part.held_bytes} held; "
+            f"they are {needed_bytes} and {needed_bytes - missing_bytes}"
+        )
+
+
+def _check_fetch(fetch: Fetch, node: str, target: PTC, holders: Holders) -> None:
+    spec = target.layout.spec(fetch.fqn)
+    what = f"node {node}: fetch of {fetch.fqn} {fetch.region} from {fetch.source}"
+    if len(fetch.region.lengths) != len(spec.shape) or not spec.whole.contains(fetch.region) or fetch.region.is_empty:
+        raise LayoutError(f"{what} is empty or out of the bounds of shape {spec.shape}")
+    if fetch.num_bytes != fetch.region.num_elements * item_bytes(spec.dtype):
+        raise LayoutError(f"{what} says {fetch.num_bytes} bytes, which is not its size in {spec.dtype}")
+    if fetch.source == node or fetch.source not in holders:
+        raise LayoutError(f"{what}: the source is not another living node")
+    if not any(region.contains(fetch.region) for region in holders[fetch.source].get(fetch.fqn, ())):
+        raise LayoutError(f"{what}: the source holds no region that contains it")
+
+
+def _check_tiling(what: str, boxes: Sequence[Region], missing: Sequence[Region]) -> None:
+    """`boxes` are disjoint and hold exactly the elements of `missing`."""
+    for index, box in enumerate(boxes):
+        for other in boxes[:index]:
+            if box.intersect(other) is not None:
+                raise LayoutError(f"{what}: {box} and {other} overlap, a part is fetched twice")
+        needless = subtract(box, missing)
+        if needless:
+            raise LayoutError(f"{what}: {needless[0]} is fetched, but not needed or held already")
+    for box in missing:
+        gap = subtract(box, boxes)
+        if gap:
+            raise LayoutError(f"{what}: {gap[0]} is needed, but neither held nor fetched")
+
+
+def _covered(fqn: str, needed: Regions, holders: Holders) -> bool:
+    copies = sorted({region for regions in holders.values() for region in regions.get(fqn, ())})
+    return not any(subtract(region, copies) for region in needed[fqn])
