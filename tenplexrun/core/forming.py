@@ -1,0 +1,101 @@
+"""Forming a round: which nodes take part, in which order, at which parallel configuration, from which snapshot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from tenplexrun.core.layout import Layout
+from tenplexrun.core.parallel import ParallelConfig
+from tenplexrun.core.rounds import Ack, Member, Participant, Source
+from tenplexrun.core.snapshots import Holding, SnapshotId, choose
+from tenplexrun.errors import LayoutError
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The nodes of a round in rank order, and those left over."""
+
+    members: tuple[Member, ...]
+    spares: tuple[str, ...]
+    parallel: ParallelConfig
+
+    def participants(self) -> tuple[Participant, ...]:
+        first_rank, chosen = 0, []
+        for member in self.members:
+            chosen.append(Participant(member.node, member.host, first_rank, member.num_workers, member.store))
+            first_rank += member.num_workers
+        return tuple(chosen)
+
+
+def in_rank_order(members: Iterable[Member], before: Sequence[str], seen: Mapping[str, float]) -> list[Member]:
+    """`--node-rank` first, then the order of the round before, then the order of arrival."""
+    place = {node: index for index, node in enumerate(before)}
+    far = len(place)
+
+    def order(member: Member) -> tuple[float, int, float, str]:
+        rank = float("inf") if member.node_rank is None else member.node_rank
+        return rank, place.get(member.node, far), seen.get(member.node, 0.0), member.node
+
+    return sorted(members, key=order)
+
+
+def select(candidates: Sequence[Member], sizes: ParallelConfig, min_nodes: int, max_nodes: int) -> Selection | None:
+    """The most nodes, in the order given, that make whole replicas of pp · cp · tp with every tp group inside a node.
+
+    `sizes` fixes pp, cp, ep and tp; dp is what the chosen nodes give. None if no `min_nodes` of them do.
+    """
+    fitting = [member for member in candidates if member.num_workers % sizes.tp == 0]
+    replica = sizes.pp * sizes.cp * sizes.tp
+    for count in range(min(max_nodes, len(fitting)), min_nodes - 1, -1):
+        world = sum(member.num_workers for member in fitting[:count])
+        if count > 0 and world % replica == 0 and (world // sizes.pp) % sizes.ep == 0:
+            chosen = tuple(fitting[:count])
+            nodes = {member.node for member in chosen}
+            spares = tuple(member.node for member in candidates if member.node not in nodes)
+            parallel = ParallelConfig(sizes.pp, world // replica, sizes.cp, sizes.ep, sizes.tp)
+            return Selection(chosen, spares, parallel)
+    return None
+
+
+def impossible(sizes: ParallelConfig, num_workers: int, min_nodes: int, max_nodes: int) -> str | None:
+    """Why no number of like nodes from `min_nodes` to `max_nodes` can have this layout; None if one can."""
+    if num_workers % sizes.tp:
+        return (
+            f"tp={sizes.tp} does not fit into a node of {num_workers} workers: a tensor-parallel group stays inside "
+            f"a node; make --nproc-per-node a multiple of --tp"
+        )
+    replica = sizes.pp * sizes.cp * sizes.tp
+    worlds = [count * num_workers for count in range(min_nodes, max_nodes + 1)]
+    if any(world % replica == 0 and (world // sizes.pp) % sizes.ep == 0 for world in worlds):
+        return None
+    shown = str(worlds[0]) if len(worlds) == 1 else f"{worlds[0]} to {worlds[-1]}"
+    return (
+        f"a world of {shown} workers is not divisible by pp={sizes.pp} * cp={sizes.cp} * tp={sizes.tp} = {replica} "
+        f"(ep={sizes.ep}); change --pp, --cp, --ep, --tp, --nnodes or --nproc-per-node"
+    )
+
+
+def refusal(layouts: Iterable[Layout], config: ParallelConfig) -> str | None:
+    """Why the job's tensors cannot be laid out under `config`; None if they can."""
+    try:
+        for layout in layouts:
+            layout.check(config)
+    except LayoutError as error:
+        return str(error)
+    return None
+
+
+def recover(
+    acks: Mapping[str, Ack], members: Mapping[str, Member], layouts: Mapping[str, Layout]
+) -> tuple[SnapshotId | None, dict[str, Source]]:
+    """The newest snapshot that the living nodes can complete, and who holds what of it (frozen plan inputs)."""
+    held: dict[str, tuple[Holding, ...]] = {node: acks[node].holdings for node in members if node in acks}
+    snapshot = choose(held, layouts)
+    sources = {
+        node: Source(members[node].store, holding)
+        for node, holdings in held.items()
+        for holding in holdings
+        if holding.snapshot == snapshot
+    }
+    return snapshot, sources

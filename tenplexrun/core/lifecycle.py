@@ -1,0 +1,222 @@
+"""A node's machine: from the round document and its own workers to what the agent does next. Pure.
+
+    idle ──round running──► starting ──► running ──stop──► stopping ──► idle
+      └─────────────── gathering: tell what is held ◄──────────────────────┘
+
+Events carry the round they are about; what is about an older round is dropped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from tenplexrun.core.rounds import Ack, Failure, Round
+from tenplexrun.core.snapshots import Holding
+
+# --- events -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RoundSeen:
+    round: Round
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """The control page was asked: `started` is the newest step begun here, None if no worker counts steps."""
+
+    round: int
+    hold: int | None
+    started: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Parked:
+    """Every worker here is parked before the agreed step, and its snapshot is sealed."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkersEnded:
+    """The first failure of this node's workers, or, with None, all of them have exited with 0."""
+
+    round: int
+    failure: Failure | None
+    committed: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """No worker of `round` lives here any more."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """What the store holds, and the port that listens for the round `round`."""
+
+    round: int
+    holdings: tuple[Holding, ...]
+    master_port: int
+
+
+Event = RoundSeen | Held | Parked | WorkersEnded | Stopped | Gathered
+
+# --- actions ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """Write `hold` (None: only read) to the control page, then report `Held` for `round`."""
+
+    round: int
+    hold: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitParked:
+    round: int
+    hold: int
+
+
+@dataclass(frozen=True, slots=True)
+class StopWorkers:
+    """End the workers of `round`: parked ones leave, failed groups are killed at once, others get their grace."""
+
+    round: int
+    how: Literal["leave", "kill", "terminate"]
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """Take stock for round `round`, then report `Gathered`."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class SendAck:
+    round: int
+    ack: Ack
+
+
+@dataclass(frozen=True, slots=True)
+class StartRound:
+    round: Round
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    round: Round
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """This node was asked to leave, and the round goes on without it."""
+
+
+Action = Hold | AwaitParked | StopWorkers | Gather | SendAck | StartRound | Exit | Leave
+
+
+class Lifecycle:
+    """State of one node. `on` takes an event and returns the actions, in order."""
+
+    def __init__(self, node: str) -> None:
+        self.node = node
+        self.round: Round | None = None
+        self.live: int | None = None
+        """Round whose workers live (or are being started) here."""
+        self.draining = False
+        self._stopping = False
+        self._done = False
+        self._gathering: int | None = None
+
+    def on(self, event: Event) -> list[Action]:
+        if isinstance(event, RoundSeen):
+            return self._on_round(event.round)
+        if isinstance(event, Stopped):
+            return self._on_stopped(event)
+        if isinstance(event, WorkersEnded):
+            return self._on_ended(event)
+        current = self.round
+        if current is None or current.number != event.round or current.phase != "gathering":
+            return []
+        if isinstance(event, Held):
+            return [self._ack(Ack(self.node, "holding", hold=event.hold, started=event.started))]
+        if isinstance(event, Parked):
+            return self._stop("leave")
+        ack = Ack(self.node, "gathered", done=self._done, holdings=event.holdings, master_port=event.master_port)
+        return [self._ack(ack)]
+
+    def _on_round(self, seen: Round) -> list[Action]:
+        if self.round == seen or (self.round is not None and seen.number < self.round.number):
+            return []
+        self.round = seen
+        if seen.phase == "running":
+            return self._on_running(seen)
+        if seen.phase == "ended":
+            failed = seen.verdict is not None and seen.verdict.failure is not None
+            return self._stop("kill" if failed else "terminate") or [Exit(seen)]
+        if self.live is None:
+            return self._gather(seen.number)
+        if self._stopping:
+            return self._stop("kill") if seen.stop.mode == "now" else []
+        if seen.stop.mode == "now":
+            return self._stop("kill" if seen.cause.kind in ("worker_failed", "node_lost") else "terminate")
+        if seen.stop.committed and seen.stop.hold is not None:
+            return [AwaitParked(seen.number, seen.stop.hold)]
+        return [Hold(seen.number, seen.stop.hold)]
+
+    def _on_running(self, seen: Round) -> list[Action]:
+        if self.live == seen.number:
+            return []  # the same round, under another decider
+        if self.live is not None:
+            return self._stop("kill")  # it went on without this node
+        if seen.participant(self.node) is not None:
+            self.live, self._done = seen.number, False
+            return [StartRound(seen)]
+        return [Leave()] if self.draining else []
+
+    def _on_ended(self, event: WorkersEnded) -> list[Action]:
+        if event.round != self.live or self.round is None:
+            return []
+        if event.failure is None:
+            self.live, self._done = None, True
+            if self.round.phase == "gathering":
+                return self._gather(self.round.number)
+            return [SendAck(event.round, Ack(self.node, "done"))]
+        if self._stopping or self.round.phase == "ended":
+            return []
+        if self.round.phase == "gathering" and self.round.stop.mode == "now":
+            return []  # a victim of the stop
+        failed = Ack(self.node, "failed", failure=event.failure, committed=event.committed)
+        return [SendAck(self.round.number, failed)]
+
+    def _on_stopped(self, event: Stopped) -> list[Action]:
+        if event.round != self.live or self.round is None:
+            return []
+        self.live, self._stopping = None, False
+        if self.round.phase == "ended":
+            return [Exit(self.round)]
+        if self.round.phase == "gathering":
+            return self._gather(self.round.number)
+        return self._on_running(self.round)
+
+    def _stop(self, how: Literal["leave", "kill", "terminate"]) -> list[Action]:
+        if self.live is None:
+            return []
+        self._stopping = True
+        return [StopWorkers(self.live, how)]
+
+    def _gather(self, number: int) -> list[Action]:
+        if self._gathering == number:
+            return []
+        self._gathering = number
+        return [Gather(number)]
+
+    def _ack(self, ack: Ack) -> Action:
+        assert self.round is not None
+        return SendAck(self.round.number, ack)

@@ -1,0 +1,342 @@
+"""The decider's machine: from members, acks and requests to the next round document. Pure and level-triggered.
+
+    (no round) ──enough members──► gathering 0 ──all gathered──► running 0 ──all done──► ended
+                                       ▲                            │
+                                       └── n + 1: failure, loss, ◄──┘
+                                           join, resize, drain
+
+A round is decided from what is written alone, so that another decider can go on from it at any point.
+`decide` is called again whenever something changed, and at `wake_at`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from tenplexrun.core import forming
+from tenplexrun.core.layout import Layout
+from tenplexrun.core.parallel import ParallelConfig
+from tenplexrun.core.rounds import Ack, Cause, Failure, Member, Participant, Request, Round, Stop, Verdict
+from tenplexrun.errors import QuorumLostError, RendezvousTimeoutError
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the launch fixed. Times in seconds; the first round of a `min < max` job waits `join_window_s` for more."""
+
+    min_nodes: int
+    max_nodes: int
+    max_restarts: int
+    sizes: ParallelConfig
+    join_window_s: float = 3.0
+    rendezvous_timeout_s: float = 600.0
+    gather_timeout_s: float = 60.0
+    park_timeout_s: float = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """All that the decider knows. `seen`: when it first saw each member; `since`: when it saw the round as it is.
+
+    `missing_since`: since when too few nodes are there. Times are of the decider's monotonic clock.
+    """
+
+    decider: str
+    members: Mapping[str, Member]
+    seen: Mapping[str, float]
+    round: Round | None
+    acks: Mapping[str, Ack]
+    requests: tuple[Request, ...]
+    layouts: Mapping[str, Layout]
+    since: float
+    wall: float
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What to do, and why. `round`: the document to write; `evict`: members to remove; `answers`: of requests.
+
+    `need_layouts`: digests to fetch before the next decision. `wake_at`: when to decide again without news.
+    """
+
+    reason: str
+    round: Round | None = None
+    evict: tuple[str, ...] = ()
+    answers: Mapping[str, str] | None = None
+    need_layouts: tuple[str, ...] = ()
+    wake_at: float | None = None
+
+
+def decide(view: View, settings: Settings, now: float) -> Decision:
+    """The next decision. Same view, settings and time: same decision."""
+    if view.round is None:
+        return _start(view, settings, now)
+    if view.round.phase == "ended":
+        return Decision("the job has ended")
+    ending = next((request for request in view.requests if request.kind == "end"), None)
+    if ending is not None:
+        return _end(view.round, Verdict(ending.code, ending.detail, view.round.first_failure), view.wall)
+    if view.round.decider != view.decider:
+        return Decision("another agent decides from now on", replace(view.round, decider=view.decider))
+    if view.round.phase == "running":
+        return _watch(view, view.round, settings, now)
+    return _gather(view, view.round, settings, now)
+
+
+# --- no round yet -------------------------------------------------------------------------------------------------
+
+
+def _start(view: View, settings: Settings, now: float) -> Decision:
+    count = len(view.members)
+    newest = max(view.seen.values(), default=now)
+    if count < settings.min_nodes:
+        deadline = view.since + settings.rendezvous_timeout_s
+        if now >= deadline:
+            verdict = Verdict(
+                RendezvousTimeoutError.exit_code,
+                f"only {count} of {settings.min_nodes} nodes came within {settings.rendezvous_timeout_s:.0f} s; start "
+                f"the others, lower --nnodes or raise --rdzv-conf join_timeout",
+            )
+            cause = Cause("end", verdict.message, view.wall)
+            ended = Round(0, "ended", cause, view.decider, settings.sizes, verdict=verdict)
+            return Decision(verdict.message, ended)
+        reason = f"{count} of at least {settings.min_nodes} nodes are here, {deadline - now:.0f} s left"
+        return Decision(reason, wake_at=deadline)
+    if count < settings.max_nodes and now < newest + settings.join_window_s:
+        return Decision(f"{count} nodes are here, waiting a moment for more", wake_at=newest + settings.join_window_s)
+    cause = Cause("start", f"{count} nodes are here", view.wall)
+    return Decision(cause.detail, Round(0, "gathering", cause, view.decider, settings.sizes))
+
+
+# --- running ------------------------------------------------------------------------------------------------------
+
+
+def _watch(view: View, round_: Round, settings: Settings, now: float) -> Decision:
+    """A running round: failures first, then losses, then wishes."""
+    failure = _first_failure(view, round_)
+    if failure is not None:
+        return _after_failure(view, round_, settings, failure)
+    if all(_done(view, node) for node in round_.nodes):
+        return _end(round_, Verdict(0, "all workers have finished"), view.wall)
+    lost = [p for p in round_.participants if p.node not in view.members]
+    if lost:
+        return _regather(view, round_, _loss(lost, view.wall), Stop("now"))
+    for request in view.requests:
+        decision = _on_request(view, round_, settings, request)
+        if decision is not None:
+            return decision
+    return _on_joiners(view, round_, settings, now)
+
+
+def _after_failure(view: View, round_: Round, settings: Settings, failure: Failure) -> Decision:
+    first = round_.first_failure or failure
+    if round_.failures >= settings.max_restarts:
+        spent = f"no restarts left (--max-restarts {settings.max_restarts})"
+        return _end(round_, Verdict(failure.exit_code, f"{failure.describe()}; {spent}", failure), view.wall)
+    cause = Cause("worker_failed", failure.describe(), failure.at)
+    failed = replace(round_, failures=round_.failures + 1, first_failure=first)
+    unproven = round_.fallback
+    if unproven is not None and all(ack.committed is None for ack in view.acks.values()):
+        # The layout was somebody's wish and never got as far as a snapshot: go back to the one that worked.
+        failed = replace(failed, sizes=unproven, fallback=None)
+        cause = replace(cause, detail=f"{cause.detail}; back to {unproven}, the layout asked for never ran")
+    return _regather(view, failed, cause, Stop("now"))
+
+
+def _on_request(view: View, round_: Round, settings: Settings, request: Request) -> Decision | None:
+    if request.kind == "drain":
+        if request.node not in round_.nodes:
+            return None  # a spare leaves by itself
+        rest = [m for node, m in view.members.items() if node not in _draining(view)]
+        if forming.select(rest, round_.sizes, settings.min_nodes, settings.max_nodes) is None:
+            message = f"node {request.node} leaves and too few would stay ({request.detail})"
+            return _end(round_, Verdict(request.code, message), view.wall)
+        cause = Cause("node_left", f"node {request.node} leaves: {request.detail}", view.wall)
+        return _regather(view, round_, cause, Stop("boundary"))
+    try:
+        sizes = ParallelConfig.from_json({**round_.sizes.to_json(), **(request.sizes or {}), "dp": 1})
+    except ValueError as error:
+        return Decision(f"resize refused: {error}", answers={request.id: f"refused: {error}"})
+    members = forming.in_rank_order(view.members.values(), round_.nodes, view.seen)
+    selection = forming.select(members, sizes, settings.min_nodes, settings.max_nodes)
+    if selection is None:
+        why: str | None = f"the {len(members)} nodes here cannot be laid out as {sizes} (times dp)"
+    else:
+        why = forming.refusal(view.layouts.values(), selection.parallel)
+    if why is not None or selection is None:
+        return Decision(f"resize refused: {why}", answers={request.id: f"refused: {why}"})
+    if selection.parallel == round_.parallel:
+        return Decision("resize: nothing to change", answers={request.id: "accepted: this is the layout already"})
+    cause = Cause("resize", f"asked for {sizes}", view.wall)
+    changed = replace(round_, sizes=sizes, fallback=round_.sizes)
+    decision = _regather(view, changed, cause, Stop("boundary"))
+    return replace(decision, answers={request.id: f"accepted: {selection.parallel}"})
+
+
+def _on_joiners(view: View, round_: Round, settings: Settings, now: float) -> Decision:
+    """Nodes that wait: take them in, together, if more of them can work than work now."""
+    waiting = [node for node in view.members if node not in round_.nodes and node not in _draining(view)]
+    if not waiting:
+        return Decision(f"round {round_.number} runs")
+    staying = [member for node, member in view.members.items() if node not in _draining(view)]
+    members = forming.in_rank_order(staying, round_.nodes, view.seen)
+    selection = forming.select(members, round_.sizes, settings.min_nodes, settings.max_nodes)
+    gained = [] if selection is None else [m.node for m in selection.members if m.node in waiting]
+    if selection is None or len(selection.members) <= len(round_.participants):
+        return Decision(f"round {round_.number} runs; {len(waiting)} nodes are spare")
+    ready_at = max(view.seen[node] for node in waiting) + settings.join_window_s
+    if now < ready_at:
+        return Decision("new nodes are here, waiting a moment for more", wake_at=ready_at)
+    cause = Cause("node_joined", f"{', '.join(gained)} joined", view.wall)
+    return _regather(view, round_, cause, Stop("boundary"))
+
+
+# --- gathering ----------------------------------------------------------------------------------------------------
+
+
+def _gather(view: View, round_: Round, settings: Settings, now: float) -> Decision:
+    """All workers of the round before stop; all living nodes say what they hold; then the round is formed."""
+    active = [p.node for p in round_.participants if p.node in view.members]
+    if round_.stop.mode == "boundary":
+        decision = _to_boundary(view, round_, settings, now, active)
+        if decision is not None:
+            return decision
+    gathered = {node: ack for node, ack in view.acks.items() if ack.state == "gathered" and node in view.members}
+    late = [node for node in view.members if node not in gathered]
+    if late:
+        timeout = settings.gather_timeout_s
+        overdue = [node for node in late if now >= max(view.since, view.seen[node]) + timeout]
+        if overdue:
+            return Decision(
+                f"{', '.join(overdue)} did not stop within {timeout:.0f} s: no members", evict=tuple(overdue)
+            )
+        wake_at = min(max(view.since, view.seen[node]) + timeout for node in late)
+        return Decision(f"waiting for {', '.join(late)} to stop", wake_at=wake_at)
+    if active and all(gathered[node].done for node in active) and len(active) == len(round_.participants):
+        return _end(round_, Verdict(0, "all workers have finished"), view.wall)
+    return _form(view, round_, settings, now, gathered)
+
+
+def _to_boundary(view: View, round_: Round, settings: Settings, now: float, active: list[str]) -> Decision | None:
+    """Agree on one step before which all workers stop. None when it is agreed and the nodes need only be gathered."""
+    stop = round_.stop
+    failure = _first_failure(view, round_)
+    lost = [p for p in round_.participants if p.node not in view.members]
+    if failure is not None:
+        first = round_.first_failure or failure
+        failed = replace(round_, failures=round_.failures + 1, first_failure=first, stop=Stop("now"))
+        return Decision(
+            failure.describe(), replace(failed, cause=Cause("worker_failed", failure.describe(), failure.at))
+        )
+    if lost:
+        cause = _loss(lost, view.wall)
+        return Decision(cause.detail, replace(round_, cause=cause, stop=Stop("now")))
+    acks = {node: view.acks[node] for node in active if node in view.acks}
+    if all(node in acks and acks[node].state == "gathered" for node in active):
+        return None
+    if now >= view.since + settings.park_timeout_s:
+        reason = f"workers did not reach a step boundary within {settings.park_timeout_s:.0f} s: stopping them now"
+        return Decision(reason, replace(round_, stop=Stop("now")))
+    wait = Decision("waiting for a step boundary", wake_at=view.since + settings.park_timeout_s)
+    if stop.committed:
+        return wait
+    held = [acks[node] for node in active if node in acks and acks[node].state in ("holding", "gathered")]
+    if len(held) < len(active) or any(ack.state == "holding" and ack.hold != stop.hold for ack in held):
+        return wait
+    return _negotiate(round_, [ack.started for ack in held if ack.started is not None])
+
+
+def _negotiate(round_: Round, started: list[int]) -> Decision:
+    stop = round_.stop
+    if not started:
+        return Decision("no worker counts steps: stopping them now", replace(round_, stop=Stop("now")))
+    newest = max(started)
+    if stop.hold is not None and newest < stop.hold:
+        return Decision(f"all stop before step {stop.hold}", replace(round_, stop=replace(stop, committed=True)))
+    # A margin that doubles: a fixed one loses the race against short steps for ever.
+    hold = newest + 2**stop.tries
+    proposed = Stop("boundary", hold, False, stop.tries + 1)
+    return Decision(f"proposing to stop before step {hold}", replace(round_, stop=proposed))
+
+
+def _form(view: View, round_: Round, settings: Settings, now: float, gathered: Mapping[str, Ack]) -> Decision:
+    wanted = {holding.snapshot.digest for ack in gathered.values() for holding in ack.holdings}
+    unknown = tuple(sorted(wanted - set(view.layouts)))
+    if unknown:
+        return Decision("reading the layouts of the snapshots held", need_layouts=unknown)
+    staying = [member for node, member in view.members.items() if node not in _draining(view)]
+    members = forming.in_rank_order(staying, round_.nodes, view.seen)
+    selection = forming.select(members, round_.sizes, settings.min_nodes, settings.max_nodes)
+    if selection is None:
+        return _too_few(view, round_, settings, now, members)
+    snapshot, sources = forming.recover(gathered, view.members, view.layouts)
+    first = selection.members[0]
+    formed = replace(
+        round_,
+        phase="running",
+        stop=Stop(),
+        participants=selection.participants(),
+        parallel=selection.parallel,
+        spares=selection.spares,
+        master=(first.host, gathered[first.node].master_port),
+        snapshot=snapshot,
+        sources=sources,
+    )
+    origin = f"from {snapshot}" if snapshot else "from the start: no living node holds a snapshot"
+    return Decision(f"round {round_.number} runs at {selection.parallel} {origin}", formed)
+
+
+def _too_few(view: View, round_: Round, settings: Settings, now: float, members: list[Member]) -> Decision:
+    deadline = view.since + settings.rendezvous_timeout_s
+    workers = sum(member.num_workers for member in members)
+    here = f"{len(members)} nodes with {workers} workers are here"
+    if now < deadline:
+        reason = (
+            f"{here}, too few for {round_.sizes} on at least {settings.min_nodes} nodes; {deadline - now:.0f} s left"
+        )
+        return Decision(reason, wake_at=deadline)
+    message = f"{here}, too few for {round_.sizes} on at least {settings.min_nodes} nodes; nobody came in time"
+    return _end(round_, Verdict(QuorumLostError.exit_code, message, round_.first_failure), view.wall)
+
+
+# --- shared -------------------------------------------------------------------------------------------------------
+
+
+def _regather(view: View, round_: Round, cause: Cause, stop: Stop) -> Decision:
+    following = replace(
+        round_,
+        number=round_.number + 1,
+        phase="gathering",
+        cause=cause,
+        stop=stop,
+        snapshot=None,
+        sources=None,
+        master=None,
+        fallback=round_.fallback if cause.kind == "resize" else None,
+    )
+    return Decision(cause.detail, following)
+
+
+def _end(round_: Round, verdict: Verdict, wall: float) -> Decision:
+    ended = replace(round_, phase="ended", cause=Cause("end", verdict.message, wall), verdict=verdict, sources=None)
+    return Decision(verdict.message, ended)
+
+
+def _first_failure(view: View, round_: Round) -> Failure | None:
+    failures = [ack.failure for node, ack in view.acks.items() if ack.state == "failed" and ack.failure is not None]
+    return min(failures, key=lambda failure: (failure.at, failure.rank), default=None)
+
+
+def _loss(lost: list[Participant], wall: float) -> Cause:
+    nodes = ", ".join(f"{p.node} [{p.host}]" for p in lost)
+    return Cause("node_lost", f"node {nodes} is gone", wall)
+
+
+def _done(view: View, node: str) -> bool:
+    ack = view.acks.get(node)
+    return ack is not None and ack.state == "done"
+
+
+def _draining(view: View) -> set[str | None]:
+    return {request.node for request in view.requests if request.kind == "drain"}

@@ -1,0 +1,240 @@
+"""The records of coordination: members, the round document, what nodes report about a round, requests.
+
+All are JSON documents in the coordination store, below `runs/<run_id>/<run_epoch>/`:
+
+    members/<node>          leased; Member
+    decider                 leased; the node that decides
+    round                   one Round, changed by compare-and-swap only by the decider
+    acks/<number>/<node>    Ack: the last word of a node about that round
+    requests/<id>           Request; answered below answers/<id>
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
+
+from tenplexrun.core.parallel import ParallelConfig
+from tenplexrun.core.snapshots import Holding, SnapshotId
+
+Record = dict[str, Any]
+SCHEMA = 1
+
+Phase = Literal["gathering", "running", "ended"]
+CauseKind = Literal["start", "worker_failed", "node_lost", "node_left", "node_joined", "resize", "end"]
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A living agent: where its link and store listen, how many workers it runs. `node` is new at each start."""
+
+    node: str
+    host: str
+    link: str
+    store: str
+    num_workers: int
+    node_rank: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """One worker's end that was no success. `code` as in `subprocess`: -N for signal N. `at` is Unix time."""
+
+    node: str
+    host: str
+    rank: int
+    local_rank: int
+    pid: int
+    code: int
+    at: float
+    stderr: tuple[str, ...] = ()
+
+    def describe(self) -> str:
+        how = f"signal {-self.code}" if self.code < 0 else f"exit code {self.code}"
+        return (
+            f"rank {self.rank} (local rank {self.local_rank}, pid {self.pid}) on node {self.node} [{self.host}]: {how}"
+        )
+
+    @property
+    def exit_code(self) -> int:
+        """What a launcher exits with for it: the worker's own code, 128 + N for signal N."""
+        return 128 - self.code if self.code < 0 else self.code
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """Why a round was made. `at` is the Unix time at which it was noticed, on the node that noticed it."""
+
+    kind: CauseKind
+    detail: str
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """How the workers of the round before are stopped. `hold` is the first step that is not to be run."""
+
+    mode: Literal["now", "boundary"] = "now"
+    hold: int | None = None
+    committed: bool = False
+    tries: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Participant:
+    """A node of a running round; its ranks are first_rank … first_rank + num_workers - 1."""
+
+    node: str
+    host: str
+    first_rank: int
+    num_workers: int
+    store: str
+
+    @property
+    def ranks(self) -> range:
+        return range(self.first_rank, self.first_rank + self.num_workers)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A node that holds parts of the round's snapshot, and the address of its store."""
+
+    store: str
+    holding: Holding
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How the job ended: the exit code of every agent, and one sentence."""
+
+    code: int
+    message: str
+    failure: Failure | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A wish of a user or node. kind "resize": new fixed sizes. "drain": `node` leaves. "end": the job ends."""
+
+    id: str
+    kind: Literal["resize", "drain", "end"]
+    sizes: Mapping[str, int] | None = None
+    node: str | None = None
+    code: int = 0
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """The round document. While gathering, `participants` and `parallel` are those of the round before."""
+
+    number: int
+    phase: Phase
+    cause: Cause
+    decider: str
+    sizes: ParallelConfig
+    participants: tuple[Participant, ...] = ()
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    spares: tuple[str, ...] = ()
+    stop: Stop = Stop()
+    failures: int = 0
+    master: tuple[str, int] | None = None
+    snapshot: SnapshotId | None = None
+    sources: Mapping[str, Source] | None = None
+    fallback: ParallelConfig | None = None
+    verdict: Verdict | None = None
+    first_failure: Failure | None = None
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        return tuple(p.node for p in self.participants)
+
+    def participant(self, node: str) -> Participant | None:
+        return next((p for p in self.participants if p.node == node), None)
+
+    def rank_nodes(self) -> tuple[str, ...]:
+        """The node of each rank, rank 0 first."""
+        return tuple(p.node for p in self.participants for _ in p.ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class Ack:
+    """A node's last word about a round.
+
+    holding   wrote `hold` and then read `started`, the newest step begun here (None: no worker counts steps)
+    gathered  no worker of an older round lives here; `holdings` are here; `master_port` listens already
+    failed    `failure` happened here; `committed` is the newest step that this round had committed by then
+    done      all workers here have exited with 0
+    """
+
+    node: str
+    state: Literal["holding", "gathered", "failed", "done"]
+    hold: int | None = None
+    started: int | None = None
+    done: bool = False
+    holdings: tuple[Holding, ...] = ()
+    master_port: int = 0
+    failure: Failure | None = None
+    committed: int | None = None
+
+
+def to_json(record: Member | Round | Ack | Request) -> Record:
+    """The JSON document of a record, with its schema version."""
+    plain = asdict(record)
+    if isinstance(record, Round):
+        plain["sizes"] = record.sizes.to_json()
+        plain["parallel"] = record.parallel.to_json()
+        plain["fallback"] = record.fallback and record.fallback.to_json()
+        plain["snapshot"] = record.snapshot and record.snapshot.to_json()
+        plain["sources"] = record.sources and {
+            node: {"store": source.store, "holding": source.holding.to_json()}
+            for node, source in record.sources.items()
+        }
+    if isinstance(record, Ack):
+        plain["holdings"] = [holding.to_json() for holding in record.holdings]
+    return {"v": SCHEMA, **plain}
+
+
+def member_from_json(record: Record) -> Member:
+    return Member(**_body(record))
+
+
+def request_from_json(record: Record) -> Request:
+    return Request(**_body(record))
+
+
+def ack_from_json(record: Record) -> Ack:
+    body = _body(record)
+    body["holdings"] = tuple(Holding.from_json(holding) for holding in body["holdings"])
+    body["failure"] = _failure(body["failure"])
+    return Ack(**body)
+
+
+def round_from_json(record: Record) -> Round:
+    body = _body(record)
+    body["cause"] = Cause(**body["cause"])
+    body["stop"] = Stop(**body["stop"])
+    body["participants"] = tuple(Participant(**p) for p in body["participants"])
+    body["spares"] = tuple(body["spares"])
+    for name in ("sizes", "parallel", "fallback"):
+        body[name] = body[name] and ParallelConfig.from_json(body[name])
+    body["master"] = body["master"] and (str(body["master"][0]), int(body["master"][1]))
+    body["snapshot"] = body["snapshot"] and SnapshotId.from_json(body["snapshot"])
+    body["sources"] = body["sources"] and {
+        node: Source(source["store"], Holding.from_json(source["holding"])) for node, source in body["sources"].items()
+    }
+    verdict = body["verdict"]
+    body["verdict"] = verdict and replace(Verdict(**verdict), failure=_failure(verdict["failure"]))
+    body["first_failure"] = _failure(body["first_failure"])
+    return Round(**body)
+
+
+def _failure(record: Record | None) -> Failure | None:
+    return record and Failure(**{**record, "stderr": tuple(record["stderr"])})  # type: ignore[return-value]
+
+
+def _body(record: Record) -> Record:
+    if record.get("v") != SCHEMA:
+        raise ValueError(f"record of schema {record.get('v')!r}, this is {SCHEMA}: run one version on all nodes")
+    return {name: value for name, value in record.items() if name != "v"}
