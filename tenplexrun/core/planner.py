@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from tenplexrun.core import records
 from tenplexrun.core.dtypes import item_bytes
 from tenplexrun.core.ptc import PTC
 from tenplexrun.core.records import Record
-from tenplexrun.core.regions import Region, cover, subtract
+from tenplexrun.core.regions import Region, subtract
 from tenplexrun.core.snapshots import Regions
 from tenplexrun.errors import LayoutError, StateLostError
 
@@ -158,13 +159,23 @@ def plan_node(node: str, target: PTC, holders: Holders) -> NodePlan:
     return _settle(draft, sorted({*holders, *target.nodes}))
 
 
-_Sources = Mapping[str, Mapping[Region, Sequence[str]]]
+_Copies = tuple[tuple[Region, tuple[str, ...]], ...]
+"""The distinct non-empty regions of one tensor that are held, sorted, each with its nodes in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Geometry:
+    """How a node gets one tensor. A model has few distinct ones, so they are remembered."""
+
+    needed_elements: int
+    missing_elements: int
+    tiles: tuple[tuple[Region, tuple[str, ...]], ...]
+    """Missing boxes, each with the nodes that hold all of it."""
+    lost: tuple[Region, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class _Tile:
-    """A missing box with the nodes that hold all of it."""
-
     fqn: str
     region: Region
     num_bytes: int
@@ -173,57 +184,67 @@ class _Tile:
 
 @dataclass(frozen=True, slots=True)
 class _Draft:
-    """A node's missing boxes, before sources are picked."""
+    """What a node needs, before sources are picked."""
 
     node: str
     tiles: list[_Tile]
     gaps: list[tuple[str, Region]]
-    absent: list[str]
+    absent: tuple[str, ...]
     needed_bytes: int
     held_bytes: int
 
 
-def _by_tensor(holders: Holders) -> dict[str, dict[Region, list[str]]]:
-    """Per tensor the distinct non-empty held regions, each with its nodes in order."""
+def _by_tensor(holders: Holders) -> dict[str, _Copies]:
     sources: dict[str, dict[Region, list[str]]] = {}
     for node in sorted(holders):
         for fqn, regions in holders[node].items():
             for region in regions:
                 if not region.is_empty:
                     sources.setdefault(fqn, {}).setdefault(region, []).append(node)
-    return sources
+    return {fqn: tuple((region, tuple(copies[region])) for region in sorted(copies)) for fqn, copies in sources.items()}
 
 
-def _draft(node: str, target: PTC, held: Regions, sources: _Sources) -> _Draft:
+def _draft(node: str, target: PTC, held: Regions, sources: Mapping[str, _Copies]) -> _Draft:
     tiles: list[_Tile] = []
     gaps: list[tuple[str, Region]] = []
     absent = []
     needed_bytes = missing_bytes = 0
     for fqn, needed in target.regions_on(node).items():
         spec = target.layout.spec(fqn)
-        missing = [box for region in needed for box in subtract(region, held.get(fqn, ()))]
-        copies = sources.get(fqn, {})
-        lost = [(fqn, gap) for box in missing for gap in subtract(box, sorted(copies))]
-        if lost and spec.at:
+        way = _geometry(needed, tuple(held.get(fqn, ())), sources.get(fqn, ()))
+        if way.lost and spec.at:
             absent.append(fqn)
             continue
         item = item_bytes(spec.dtype)
-        needed_bytes += item * sum(region.num_elements for region in needed)
-        missing_bytes += item * sum(box.num_elements for box in missing)
-        gaps.extend(lost)
-        if not lost:
-            tiles.extend(tile for box in missing for tile in _tiles(fqn, box, item, copies))
-    return _Draft(node, tiles, gaps, absent, needed_bytes, needed_bytes - missing_bytes)
+        needed_bytes += way.needed_elements * item
+        missing_bytes += way.missing_elements * item
+        gaps.extend((fqn, region) for region in way.lost)
+        tiles.extend(_Tile(fqn, region, region.num_elements * item, nodes) for region, nodes in way.tiles)
+    return _Draft(node, tiles, gaps, tuple(absent), needed_bytes, needed_bytes - missing_bytes)
 
 
-def _tiles(fqn: str, box: Region, item: int, copies: Mapping[Region, Sequence[str]]) -> list[_Tile]:
-    """`box` cut along the held regions, the largest parts first, so that it falls into few."""
-    overlaps = [(common.num_elements, region) for region in copies if (common := box.intersect(region))]
-    pieces = [region for _, region in sorted(overlaps, key=lambda one: (-one[0], one[1]))]
+@lru_cache(maxsize=1024)
+def _geometry(needed: tuple[Region, ...], held: tuple[Region, ...], copies: _Copies) -> _Geometry:
+    missing = [box for region in needed for box in subtract(region, held)]
+    regions = [region for region, _ in copies]
+    return _Geometry(
+        sum(region.num_elements for region in needed),
+        sum(box.num_elements for box in missing),
+        tuple(tile for box in missing for tile in _tiles(box, copies)),
+        tuple(gap for box in missing for gap in subtract(box, regions)),
+    )
+
+
+def _tiles(box: Region, copies: _Copies) -> list[tuple[Region, tuple[str, ...]]]:
+    """`box`, as far as there are copies, cut along the held regions, the largest parts first: so into few."""
     tiles = []
-    for _, tile in cover(box, pieces):
-        nodes = {node for region in pieces if region.contains(tile) for node in copies[region]}
-        tiles.append(_Tile(fqn, tile, tile.num_elements * item, tuple(sorted(nodes))))
+    left = [box]
+    overlaps = [(common.num_elements, region) for region, _ in copies if (common := box.intersect(region))]
+    for _, region in sorted(overlaps, key=lambda one: (-one[0], one[1])):
+        for tile in [common for rest in left if (common := rest.intersect(region))]:
+            nodes = {node for other, holding in copies if other.contains(tile) for node in holding}
+            tiles.append((tile, tuple(sorted(nodes))))
+        left = [rest for part in left for rest in subtract(part, [region])]
     return tiles
 
 

@@ -24,7 +24,7 @@ class Region:
     def __post_init__(self) -> None:
         if len(self.offsets) != len(self.lengths):
             raise LayoutError(f"a region needs as many offsets as lengths: {self.offsets} against {self.lengths}")
-        if any(offset < 0 for offset in self.offsets) or any(length < 0 for length in self.lengths):
+        if min(self.offsets, default=0) < 0 or min(self.lengths, default=0) < 0:
             raise LayoutError(f"a region cannot be negative: offsets {self.offsets}, lengths {self.lengths}")
 
     @classmethod
@@ -52,14 +52,14 @@ class Region:
     def intersect(self, other: Region) -> Region | None:
         """The common box, or None where there is no common element. Raises LayoutError when the dims differ."""
         self._same_dims(other)
-        offsets = tuple(map(max, self.offsets, other.offsets))
-        lengths = []
-        for offset, own, others in zip(offsets, self.stops, other.stops, strict=True):
-            length = min(own, others) - offset
-            if length <= 0:
+        offsets, lengths = [], []
+        for own, length, others, size in zip(self.offsets, self.lengths, other.offsets, other.lengths, strict=True):
+            start, stop = max(own, others), min(own + length, others + size)
+            if stop <= start:
                 return None
-            lengths.append(length)
-        return Region(offsets, tuple(lengths))
+            offsets.append(start)
+            lengths.append(stop - start)
+        return Region(tuple(offsets), tuple(lengths))
 
     def contains(self, other: Region) -> bool:
         """Whether every element of `other` is here; an empty region is everywhere."""
