@@ -1,0 +1,68 @@
+"""The environment of a worker: torchrun's variables, and ours. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tenplexrun.core.parallel import AXES
+from tenplexrun.core.rounds import Round
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFacts:
+    """What is the same for all workers of a node in all rounds."""
+
+    run_id: str
+    role: str
+    max_restarts: int
+    snapshot_every: int
+    grace_s: float
+    store: str
+    token_file: str
+    agent: str
+    control: str
+
+
+def worker_env(base: Mapping[str, str], round_: Round, node: str, local_rank: int, facts: NodeFacts) -> dict[str, str]:
+    """All variables of one worker. Names as torchrun 2.13 sets them, then `TENPLEX_*`."""
+    index = round_.nodes.index(node)
+    mine = round_.participants[index]
+    rank, world = mine.first_rank + local_rank, round_.parallel.world_size
+    assert round_.master is not None
+    env = dict(base)
+    env.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(local_rank),
+        WORLD_SIZE=str(world),
+        LOCAL_WORLD_SIZE=str(mine.num_workers),
+        GROUP_RANK=str(index),
+        GROUP_WORLD_SIZE=str(len(round_.participants)),
+        ROLE_NAME=facts.role,
+        ROLE_RANK=str(rank),
+        ROLE_WORLD_SIZE=str(world),
+        MASTER_ADDR=round_.master[0],
+        MASTER_PORT=str(round_.master[1]),
+        TORCHELASTIC_RESTART_COUNT=str(round_.failures),
+        TORCHELASTIC_MAX_RESTARTS=str(facts.max_restarts),
+        TORCHELASTIC_RUN_ID=facts.run_id,
+        TORCHELASTIC_USE_AGENT_STORE="True",
+        TENPLEX_RUN_ID=facts.run_id,
+        TENPLEX_ROUND=str(round_.number),
+        TENPLEX_STORE=facts.store,
+        TENPLEX_TOKEN_FILE=facts.token_file,
+        TENPLEX_AGENT=facts.agent,
+        TENPLEX_CONTROL=facts.control,
+        TENPLEX_SNAPSHOT_EVERY=str(facts.snapshot_every),
+        TENPLEX_RESUME_STEP=str(round_.snapshot.step if round_.snapshot else 0),
+        TENPLEX_GRACE_S=f"{facts.grace_s:g}",
+        TENPLEX_EP=str(round_.parallel.ep),
+    )
+    coord = round_.parallel.coord(rank)
+    for axis in AXES:
+        env[f"TENPLEX_{axis.upper()}"] = str(round_.parallel.size(axis))
+        env[f"TENPLEX_{axis.upper()}_RANK"] = str(coord[axis])
+    env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    if mine.num_workers > 1:
+        env.setdefault("OMP_NUM_THREADS", "1")
+    return env

@@ -1,0 +1,37 @@
+"""What happened, as JSON lines for machines and short sentences for people."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+
+class EventLog:
+    """Writes events of one node: `{"t": Unix seconds, "node", "event", ...}`, one a line; none without a path."""
+
+    def __init__(self, node: str, path: Path | None) -> None:
+        self.node = node
+        self._file = None
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("a", buffering=1, encoding="utf-8")
+
+    def emit(self, event: str, /, **fields: Any) -> None:
+        if self._file is not None:
+            record = {"t": time.time(), "node": self.node, "event": event, **fields}
+            self._file.write(json.dumps(record, separators=(",", ":")) + "\n")
+
+    def say(self, sentence: str) -> None:
+        """One line for the person at the terminal, with a stamp in milliseconds."""
+        now = time.time()
+        stamp = time.strftime("%H:%M:%S", time.localtime(now)) + f".{int(now * 1000) % 1000:03d}"
+        sys.stderr.write(f"tenplexrun {stamp} [{self.node}] {sentence}\n")
+        sys.stderr.flush()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None

@@ -1,0 +1,157 @@
+"""Links between agents: every node reports sealed snapshots to the decider, which answers with commits.
+
+A link that breaks is also the fastest news of a death: where the other end's port then refuses connections, its
+agent is gone, and nobody waits for the lease.
+
+    hello {token, node, link}   sealed {round, step}   -> committed {round, step}
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from tenplexrun import channel
+from tenplexrun.channel import Channel
+from tenplexrun.core.commits import Commits
+from tenplexrun.errors import TenplexError, WireError
+
+PROBE_TIMEOUT_S = 1.0
+RETRY_S = 0.2
+
+
+@dataclass(slots=True)
+class _Peer:
+    node: str
+    link: str
+
+
+class Links:
+    """Both ends. `on_commit(round, step)` runs on every node; `on_lost(node, link)` when an agent is proved gone."""
+
+    def __init__(
+        self,
+        node: str,
+        token: str,
+        on_commit: Callable[[int, int], Awaitable[None]],
+        on_lost: Callable[[str, str], Awaitable[None]],
+    ) -> None:
+        self.node, self.address = node, ""
+        self._token, self._on_commit, self._on_lost = token, on_commit, on_lost
+        self._peers: dict[Channel, _Peer] = {}
+        self._commits = Commits(-1)
+        self._followed: str | None = None
+        self._decider: Channel | None = None
+        self._last_report: dict[str, Any] | None = None
+        self._follower: asyncio.Task[None] | None = None
+        self._server: asyncio.AbstractServer | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self, host: str) -> str:
+        """Listen on a port that the system assigns. Returns the address."""
+        self._server, self.address = await channel.serve(channel.join_host_port(host, 0), self._serve)
+        return self.address
+
+    async def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        for task in [*self._tasks, *filter(None, [self._follower])]:
+            task.cancel()
+        for peer in [*self._peers, *filter(None, [self._decider])]:
+            await peer.close()
+
+    # --- every node -----------------------------------------------------------------------------------------------
+
+    def follow(self, decider: str) -> None:
+        """Keep a link to the decider that listens at this address."""
+        if decider == self._followed:
+            return
+        self._followed = decider
+        if self._follower is not None:
+            self._follower.cancel()
+        self._follower = asyncio.ensure_future(self._keep(decider))
+
+    def report(self, round_number: int, step: int) -> None:
+        """This node has sealed its part of a snapshot. Said again to whoever decides later."""
+        self._last_report = {"round": round_number, "step": step}
+        if self._decider is not None:
+            self._decider.notify("sealed", **self._last_report)
+
+    async def _keep(self, address: str) -> None:
+        while True:
+            with contextlib.suppress(TenplexError):
+                link = await channel.connect(address, self._serve, PROBE_TIMEOUT_S)
+                try:
+                    hello = await link.request("hello", 5.0, token=self._token, node=self.node, link=self.address)
+                    self._decider = link
+                    if self._last_report is not None:
+                        link.notify("sealed", **self._last_report)
+                    await link.wait_closed()
+                    self._probe(str(hello["node"]), address)
+                finally:
+                    self._decider = None
+                    await link.close()
+            await asyncio.sleep(RETRY_S)
+
+    # --- the decider ----------------------------------------------------------------------------------------------
+
+    def expect(self, round_number: int, nodes: Iterable[str]) -> None:
+        """A round runs with these nodes: their reports make its commits."""
+        self._commit(self._commits_of(round_number).expect(nodes))
+
+    async def _serve(self, link: Channel, op: str, args: dict[str, Any]) -> dict[str, Any] | None:
+        if op == "hello":
+            if not hmac.compare_digest(str(args.get("token", "")), self._token):
+                raise WireError("this job's token is missing or wrong; all nodes need the same --secret-file")
+            self._peers[link] = _Peer(str(args["node"]), str(args["link"]))
+            self._spawn(self._until_closed(link))
+            return {"node": self.node}
+        if op == "committed" and link is self._decider:
+            await self._on_commit(int(args["round"]), int(args["step"]))
+            return None
+        peer = self._peers.get(link)
+        if op != "sealed" or peer is None:
+            raise WireError(f"no such message on a link, or no token was shown: {op!r}")
+        self._commit(self._commits_of(int(args["round"])).sealed(peer.node, int(args["step"])))
+        return None
+
+    def _commits_of(self, round_number: int) -> Commits:
+        if round_number > self._commits.round:
+            self._commits = Commits(round_number)
+        # What is said of an older round is counted nowhere.
+        return self._commits if round_number == self._commits.round else Commits(round_number)
+
+    def _commit(self, step: int | None) -> None:
+        if step is not None:
+            for link in self._peers:
+                link.notify("committed", round=self._commits.round, step=step)
+
+    async def _until_closed(self, link: Channel) -> None:
+        await link.wait_closed()
+        peer = self._peers.pop(link)
+        self._probe(peer.node, peer.link)
+
+    # --- both -----------------------------------------------------------------------------------------------------
+
+    def _probe(self, node: str, address: str) -> None:
+        if node != self.node:
+            self._spawn(self._report_if_gone(node, address))
+
+    async def _report_if_gone(self, node: str, address: str) -> None:
+        host, port = channel.split_host_port(address)
+        try:
+            _, writer = await asyncio.wait_for(asyncio.open_connection(host, port), PROBE_TIMEOUT_S)
+            writer.close()
+        except ConnectionRefusedError:
+            await self._on_lost(node, address)
+        except (OSError, asyncio.TimeoutError):
+            pass  # silence proves nothing: the lease judges
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -1,0 +1,153 @@
+"""The agent's client of the warm pool process. Implements `tenplexrun.ports.WorkerPool`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import Sequence
+
+from tenplexrun.agent.guardian import Record
+from tenplexrun.agent.packets import Packets, packet_pair
+from tenplexrun.agent.processes import Processes, module_command
+from tenplexrun.agent.script import Command, substitute_local_rank
+from tenplexrun.errors import ProcessError
+from tenplexrun.ports import WorkerExit, WorkerSpec
+
+NAME = "warm pool"
+# One thread while it imports, or the pool would have several and its forks none of them; workers set their own number.
+SINGLE_THREADED = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+BACKLOG = 4096
+
+
+class Pool:
+    """Forks workers that run `command`. A pool process that dies takes its workers along and is started again.
+
+    `ready` is set while the process has all its imports done; requests before that wait for it by themselves.
+    """
+
+    def __init__(self, processes: Processes, command: Command, preload: Sequence[str] = ()) -> None:
+        self.exits: asyncio.Queue[WorkerExit] = asyncio.Queue()
+        self.ready = asyncio.Event()
+        self.failed_imports: dict[str, str] = {}
+        self._processes, self._command, self._preload = processes, command, tuple(preload)
+        self._packets: Packets | None = None
+        self._listener: socket.socket | None = None
+        self._pids: set[int] = set()  # forked and not yet reported as ended
+        self._early: set[int] = set()  # reported as ended before `spawn` has learnt of them
+        self._restart: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Start the process; it imports while we go on. Raises ProcessError."""
+        here, there = packet_pair()
+        packets = Packets(here, "the warm pool", self._on_notice, self._on_end)
+        try:
+            argv = module_command("tenplexrun.agent.warm", "3", *self._preload, unbuffered=True)
+            await self._processes.spawn(NAME, argv, {3: there.fileno()}, env=SINGLE_THREADED, cwd=self._command.cwd)
+        except BaseException:
+            packets.close()
+            raise
+        finally:
+            there.close()
+        self._packets = packets
+
+    async def listen(self, host: str) -> int:
+        """Bind and listen on a port of the system's choice, for the next round's TCPStore. Returns the port."""
+        self._drop_listener()
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            self._listener = socket.create_server((host, 0), family=family, backlog=BACKLOG)
+        except OSError as error:
+            raise ProcessError(f"cannot listen on {host or 'any address'} for the round's TCPStore: {error}") from error
+        return int(self._listener.getsockname()[1])
+
+    async def spawn(self, workers: Sequence[WorkerSpec], host_store: bool) -> list[int]:
+        """Fork one process each, in order, and return pids. An exit may be on `exits` before this returns.
+
+        Raises ProcessError when the pool can't fork or has died; what was forked is then the sweep's.
+        """
+        packets = await self._alive()
+        self._early.clear()
+        if host_store:
+            await self._host_store(packets)
+        replies = await asyncio.gather(*(self._fork(packets, worker) for worker in workers))
+        pids = [int(reply["pid"]) for reply in replies]
+        self._pids.update(set(pids) - self._early)
+        return pids
+
+    def signal(self, pid: int, signum: int) -> None:
+        """Signal a worker; nothing happens if it has ended (a reused pid is never hit)."""
+        if self._packets is not None:
+            self._packets.notify("signal", pid=pid, signum=int(signum))
+
+    async def sweep(self) -> None:
+        """Kill and reap everything that an ended round left: workers, the TCPStore's host, orphans.
+
+        Raises ProcessError naming the pids that do not even die of SIGKILL.
+        """
+        self._drop_listener()
+        if self._packets is not None and not self._packets.closed:
+            await self._packets.request("sweep")
+
+    async def close(self) -> None:
+        """End the pool process and all its workers."""
+        self._drop_listener()
+        if self._restart is not None:
+            self._restart.cancel()
+        if self._packets is not None and not self._packets.closed:
+            with contextlib.suppress(ProcessError):
+                await self._packets.request("sweep")
+            self._packets.close()
+
+    async def _alive(self) -> Packets:
+        if self._restart is not None:
+            await self._restart
+        if self._packets is None or self._packets.closed:
+            raise ProcessError("the warm pool has died and could not be started again; see its output above")
+        return self._packets
+
+    async def _host_store(self, packets: Packets) -> None:
+        if self._listener is None:
+            raise ProcessError("no socket for the round's TCPStore: listen() comes first")
+        host, port = self._listener.getsockname()[:2]
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+        await packets.request("host", fds=[self._listener.fileno()], host=host, port=port)
+        self._drop_listener()
+
+    async def _fork(self, packets: Packets, worker: WorkerSpec) -> Record:
+        return await packets.request(
+            "spawn",
+            fds=[worker.stdout_fd, worker.stderr_fd],
+            kind=self._command.kind,
+            argv=substitute_local_rank(self._command.argv, worker.local_rank),
+            cwd=self._command.cwd,
+            env=dict(worker.env),
+        )
+
+    def _drop_listener(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+
+    def _on_notice(self, record: Record) -> None:
+        if record["op"] == "ready":
+            self.failed_imports = record["failed"]
+            self.ready.set()
+        elif record["op"] == "exit":
+            pid = record["pid"]
+            self._early.add(pid)
+            self._pids.discard(pid)
+            self.exits.put_nowait(WorkerExit(pid, record["code"], record["at"]))
+
+    def _on_end(self) -> None:
+        for pid in sorted(self._pids):  # they died with it (PDEATHSIG), unseen
+            self.exits.put_nowait(WorkerExit(pid, -9, time.time()))
+        self._pids.clear()
+        if self.ready.is_set():  # one that never got ready would not the next time either
+            self.ready.clear()
+            self._restart = asyncio.ensure_future(self._start_again())
+
+    async def _start_again(self) -> None:
+        with contextlib.suppress(ProcessError):  # then the next `spawn` tells
+            await self.start()

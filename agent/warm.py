@@ -1,0 +1,230 @@
+"""The warm pool: a process that has torch imported and forks workers from that state, in milliseconds.
+
+It speaks packets (see `guardian`) with the agent's `pool.Pool` over the socket whose number is its first argument;
+further arguments are modules to import beside its own list:
+
+    agent -> pool  {"id", "op": "spawn", "kind", "argv", "cwd", "env"} + stdout, stderr    -> {"pid"}
+                   {"id", "op": "host", "host", "port"} + listening socket                 -> {"pid": pid | null}
+                   {"id", "op": "sweep"}                                                   -> {}
+                   {"op": "signal", "pid", "signum"}
+    pool -> agent  {"op": "ready", "seconds", "failed": {module: message}}
+                   {"op": "exit", "pid", "code", "at"}
+
+One thread only, and no parallel operation before a fork: a child would inherit its locks and not its threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import gc
+import importlib
+import multiprocessing.process
+import os
+import select
+import signal
+import socket
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+
+from tenplexrun.agent.guardian import (
+    Record,
+    become_subreaper,
+    die_with_parent,
+    own_children,
+    receive_packet,
+    send_packet,
+)
+from tenplexrun.agent.script import Command, run
+
+# Beyond torch itself: what a training script would otherwise import late, in its first step (optimizers, DDP).
+MODULES = (
+    "numpy",
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",
+    "torch.nn.parallel",
+    "torch.utils.data",
+    "torch.distributed.tensor",
+    "torch.distributed.pipelining",
+    "torch.distributed.checkpoint.state_dict",
+)
+SWEEP_DEADLINE_S = 10.0
+POLL_MS = 1000
+
+Job = Callable[[], None]
+
+
+class WarmPool:
+    """The pool process. A forked child leaves `serve` with its job, and so does it on an almost empty stack."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self._pid = os.getpid()
+        self._pidfds: dict[int, int] = {}  # by pid: workers and the TCPStore's host
+        self._host: int | None = None
+        self._poll = select.poll()
+        self._poll.register(control, select.POLLIN)
+
+    def serve(self) -> Job | None:
+        """Obey until the agent's end is closed (None)."""
+        while True:
+            ready = [fd for fd, _ in self._poll.poll(POLL_MS)]
+            self._harvest()
+            if self._control.fileno() in ready:
+                packet = receive_packet(self._control)
+                if packet is None:
+                    return None
+                job = self._obey(*packet)
+                if job is not None:
+                    return job
+
+    def say(self, record: Record) -> None:
+        with contextlib.suppress(OSError):  # an agent that is gone is seen at the next read
+            send_packet(self._control, record)
+
+    def _obey(self, record: Record, fds: list[int]) -> Job | None:
+        op, reply = record["op"], {}
+        try:
+            if op == "signal":
+                if record["pid"] in self._pidfds:  # not reaped, so the number is still its own
+                    os.kill(record["pid"], record["signum"])
+                return None
+            if op == "sweep":
+                self._sweep()
+            elif op == "spawn" or "torch" in sys.modules:
+                pid = self._fork()
+                if pid == 0:
+                    return (lambda: work(record, fds)) if op == "spawn" else (lambda: host_store(record, fds))
+                reply = {"pid": pid}
+                self._host = self._host if op == "spawn" else pid
+            else:
+                reply = {"pid": None}  # without torch nobody asks for its store
+        except OSError as error:
+            message = f"the warm pool cannot {op}: {error.strerror or error}"
+            self.say({"re": record["id"], "error": {"kind": "ProcessError", "message": message}})
+            return None
+        finally:
+            if os.getpid() == self._pid:
+                for fd in fds:
+                    os.close(fd)
+        self.say({"re": record["id"], "ok": reply})
+        return None
+
+    def _fork(self) -> int:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # 3.12 warns of the threads that libraries started
+            pid = os.fork()
+        if pid == 0:
+            os.setpgid(0, 0)
+            die_with_parent(self._pid)
+            os.close(self._control.detach())
+            for fd in self._pidfds.values():
+                os.close(fd)
+            return 0
+        self._pidfds[pid] = os.pidfd_open(pid)
+        self._poll.register(self._pidfds[pid], select.POLLIN)
+        return pid
+
+    def _harvest(self) -> bool:
+        """Reap and report all that have ended. Returns whether no child at all is left."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return True
+            if pid == 0:
+                return False
+            if pid not in self._pidfds:
+                continue  # an orphan of a worker's
+            self._poll.unregister(self._pidfds[pid])
+            os.close(self._pidfds.pop(pid))
+            if pid == self._host:
+                self._host = None
+            else:
+                code = os.waitstatus_to_exitcode(status)
+                self.say({"op": "exit", "pid": pid, "code": code, "at": time.time()})
+
+    def _sweep(self) -> None:
+        end, pause = time.monotonic() + SWEEP_DEADLINE_S, 0.0005
+        victims = set(self._pidfds)
+        while True:
+            for pid in victims:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            if self._harvest():
+                return
+            if time.monotonic() > end:
+                stuck = ", ".join(map(str, sorted(own_children())))
+                raise TimeoutError(f"{stuck} survived SIGKILL for {SWEEP_DEADLINE_S:.0f} s (uninterruptible sleep?)")
+            time.sleep(pause)
+            pause = min(2 * pause, 0.02)
+            victims = set(self._pidfds) or own_children()  # orphans come to us when their parents have gone
+
+
+def work(record: Record, fds: Sequence[int]) -> None:
+    """In a forked worker: become what a fresh interpreter would be, and run the script."""
+    for target, fd in enumerate(fds, start=1):
+        os.dup2(fd, target)
+        os.close(fd)
+    os.environ.clear()
+    os.environ.update(record["env"])
+    command = Command(record["kind"], tuple(record["argv"]), record["cwd"])
+    try:
+        os.chdir(command.cwd)
+    except OSError as error:
+        sys.exit(f"tenplexrun: cannot change to the directory {command.cwd!r}: {error.strerror}")
+    multiprocessing.process.ORIGINAL_DIR = command.cwd  # type: ignore[attr-defined]
+    if "numpy" in sys.modules:
+        sys.modules[
+            "numpy"
+        ].random.seed()  # numpy's global generator is the same in every fork; `random` sees to itself
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(_num_threads(record["env"].get("OMP_NUM_THREADS", "")))
+    run(command)
+
+
+def _num_threads(wanted: str) -> int:
+    """OpenMP reads OMP_NUM_THREADS (nesting levels separated by commas) once, long before the fork."""
+    first = wanted.partition(",")[0].strip()
+    return int(first) if first.isdigit() and int(first) > 0 else len(os.sched_getaffinity(0))
+
+
+def host_store(record: Record, fds: Sequence[int]) -> None:
+    """In a forked process: serve a round's TCPStore on the socket that listens already, until killed."""
+    from torch.distributed import TCPStore
+
+    store = TCPStore(
+        record["host"],
+        record["port"],
+        is_master=True,
+        timeout=datetime.timedelta(seconds=60),
+        wait_for_workers=False,
+        master_listen_fd=fds[0],
+    )
+    while store is not None:
+        signal.pause()
+
+
+def main() -> None:
+    start = time.monotonic()
+    become_subreaper()
+    control = socket.socket(fileno=int(sys.argv[1]))
+    control.set_inheritable(False)
+    failed = {}
+    for name in (*MODULES, *sys.argv[2:]):
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # the script itself may do without, or will show it properly
+            failed[name] = f"{type(error).__name__}: {error}"
+    gc.collect()
+    gc.freeze()  # children then don't copy these pages when they collect
+    pool = WarmPool(control)
+    pool.say({"op": "ready", "seconds": time.monotonic() - start, "failed": failed})
+    job = pool.serve()
+    del pool
+    if job is None:
+        os._exit(0)  # the guardian sees to what is left
+    job()
