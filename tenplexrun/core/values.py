@@ -35,11 +35,11 @@ def decode(record: object, path: str = "values") -> Any:
     if isinstance(record, list):
         return [decode(item, f"{path}[{index}]") for index, item in enumerate(record)]
     if isinstance(record, dict):
-        tag = next(iter(record), "")
-        if tag.startswith("$"):
-            if len(record) != 1 or tag not in _DECODERS:
-                raise LayoutError(f"{path}: unknown tag {tag!r}; run the same version of tenplexrun on all nodes")
-            return _DECODERS[tag](record[tag], path)
+        tags = [key for key in record if not isinstance(key, str) or key.startswith("$")]
+        if len(record) == 1 and tags and tags[0] in _DECODERS:
+            return _DECODERS[tags[0]](record[tags[0]], path)
+        if tags:
+            raise LayoutError(f"{path}: unknown tag {tags[0]!r}; run the same version of tenplexrun on all nodes")
         return {key: decode(item, f"{path}[{key!r}]") for key, item in record.items()}
     if record is None or type(record) in (bool, int, float, str):
         return record
