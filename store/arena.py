@@ -1,0 +1,326 @@
+"""The arena: what one node holds of the job's state, in files of one folder of shared memory.
+
+    slot-<round>-<0|1>.bin               the two slots of a round, written by workers through mmap (core `arena_map`)
+    pull-<round>-<step>-<digest>-<n>.bin regions that came from peers, beside the snapshot they belong to
+    snapshot-<round>-<step>-<digest>.json   index of a sealed snapshot (`core.pieces.Index`: the format is there)
+    layout-<digest>.json                 layouts of all these
+    round.json                           the open round: {"v": 1, "round", "digest", "claim"}
+
+A snapshot exists once its index does, which appears by rename: whatever dies when, a file that no index names
+is garbage (but for the open round's slots) and the next start removes it. An index only lists pieces whose
+checksums held; a copy that fails its checksum is no copy.
+
+Which files stay: the open round's slots, and all that a snapshot needs. A commit drops the snapshots that are
+older, so the source of a recovery stays until the new round's first commit. Slots that no snapshot needs any more
+are renamed into those of the next round: their pages exist already.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import xxhash
+
+from tenplexrun.core import records
+from tenplexrun.core.arena import Entry, arena_map
+from tenplexrun.core.layout import Layout
+from tenplexrun.core.pieces import Index, Piece
+from tenplexrun.core.records import Record
+from tenplexrun.core.regions import Region, subtract
+from tenplexrun.core.snapshots import Claim, Holding, SnapshotId
+from tenplexrun.errors import StoreError, TenplexError
+from tenplexrun.store.files import TENSORS, Files, MappedFile
+
+log = logging.getLogger(__name__)
+
+NUM_SLOTS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """The open round of this node: the state of `claim` under the layout goes into its slots, as `entries` say."""
+
+    number: int
+    digest: str
+    claim: Claim
+    entries: tuple[Entry, ...]
+    num_bytes: int
+
+    @classmethod
+    def of(cls, number: int, layout: Layout, claim: Claim) -> Round:
+        slots = arena_map(layout, claim.config, claim.ranks)
+        return cls(number, layout.digest, claim, slots.entries, slots.num_bytes)
+
+    @property
+    def slots(self) -> list[str]:
+        return [f"slot-{self.number}-{slot}{TENSORS}" for slot in range(NUM_SLOTS)]
+
+    def to_json(self) -> Record:
+        return {"v": 1, "round": self.number, "digest": self.digest, "claim": self.claim.to_json()}
+
+
+class Arena:
+    """All operations on a node's arena. Methods may be called from several threads; `Arena.open` makes one."""
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+        self._lock = threading.RLock()
+        self._layouts: dict[str, Layout] = {}
+        self._indexes: dict[SnapshotId, Index] = {}
+        self._round: Round | None = None
+        self._staged: set[str] = set()
+        self._numbers = itertools.count()
+
+    @classmethod
+    def open(cls, folder: Path, limit_bytes: int | None = None) -> Arena:
+        """The arena in `folder`, with all that an earlier process left whole there. `limit_bytes`: see `Files`."""
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        arena = cls(Files(folder, limit_bytes))
+        arena._load()
+        return arena
+
+    # -- rounds and snapshots ------------------------------------------------------------------------------
+
+    def open_round(self, number: int, layout: Layout, claim: Claim) -> list[Path]:
+        """Reserve the round's two slots. Asking again for the open round is fine.
+
+        Raises ArenaFullError, StoreError when the round is over or open with other state.
+        """
+        opened = Round.of(number, layout, claim)
+        with self._lock:
+            if self._round is not None and self._round.number >= number:
+                if self._round != opened:
+                    raise StoreError(f"round {number} cannot be opened: round {self._round.number} is, for other state")
+                return self._paths(opened)
+            self._round = None
+            free = self._unneeded()
+            # never cut short: somebody may still be reading through a map
+            recycled = [name for name in free if self._files.size(name) <= opened.num_bytes][:NUM_SLOTS]
+            self._files.drop(name for name in free if name not in recycled)
+            try:
+                self.put_layout(layout)
+                for name, old in itertools.zip_longest(opened.slots, recycled):
+                    self._files.reserve(name, opened.num_bytes, recycle=old)
+                self._files.write_json("round.json", opened.to_json())
+            except TenplexError:
+                self._files.drop([*opened.slots, *recycled])
+                raise
+            self._round = opened
+            return self._paths(opened)
+
+    def seal(self, number: int, step: int, slot: int, values: Record | None) -> SnapshotId:
+        """Make what the workers wrote into `slot` a snapshot, with its checksums. Raises StoreError."""
+        opened = self._round
+        if opened is None or opened.number != number or slot not in range(NUM_SLOTS):
+            raise StoreError(f"slot {slot} of round {number} cannot be sealed: this store has not opened it")
+        file = opened.slots[slot]
+        view = self._files.open(file).view
+        pieces = tuple(
+            Piece(entry.fqn, entry.region, entry.dtype, file, entry.offset, entry.num_bytes, checksum_of(view, entry))
+            for entry in opened.entries
+        )
+        snapshot = SnapshotId(number, step, opened.digest)
+        consumed = records.whole((values or {}).get("consumed", 0), "`consumed` in the values of a snapshot")
+        with self._lock:
+            if self._round is not opened:
+                raise StoreError(f"round {number} ended while step {step} was being sealed")
+            # the slot was written over: what it held before is gone, whatever its index says
+            self._forget([old for old, index in self._indexes.items() if any(p.file == file for p in index.pieces)])
+            self._keep(Index(snapshot, False, consumed, values, (opened.claim,), pieces))
+        return snapshot
+
+    def commit(self, number: int, step: int) -> None:
+        """Every node has sealed this snapshot: mark it, drop all older ones and what only they needed."""
+        with self._lock:
+            for snapshot, index in list(self._indexes.items()):
+                if (snapshot.round, snapshot.step) == (number, step) and not index.committed:
+                    self._keep(replace(index, committed=True))
+            self._forget([old for old in self._indexes if (old.round, old.step) < (number, step)])
+            self._collect()
+
+    def inventory(self) -> list[Holding]:
+        """Verify every checksum; one record for each claim of a snapshot. Pieces that fail are no longer listed."""
+        holdings = []
+        with self._lock:
+            found = sorted(self._indexes.items())
+        for snapshot, index in found:
+            bad = {piece for piece in index.pieces if not self._intact(piece)}
+            with self._lock:
+                if snapshot not in self._indexes:
+                    continue
+                index = self._indexes[snapshot]
+                if bad:
+                    log.warning("%s: %d regions failed their checksums and are dropped", snapshot, len(bad))
+                    index = replace(index, pieces=tuple(piece for piece in index.pieces if piece not in bad))
+                    self._keep(index)
+            holdings += [self._holding(index, claim) for claim in index.claims]
+        return holdings
+
+    def has(self, snapshot: SnapshotId) -> bool:
+        return snapshot in self._indexes
+
+    def get(self, snapshot: SnapshotId) -> Index:
+        """Raises StoreError when it is not (or no longer) here."""
+        index = self._indexes.get(snapshot)
+        if index is None:
+            raise StoreError(f"the snapshot of {snapshot} is not in this store: it was dropped, or never here")
+        return index
+
+    def index_path(self, snapshot: SnapshotId) -> Path:
+        self.get(snapshot)
+        return self._files.folder / _index_name(snapshot)
+
+    # -- layouts -------------------------------------------------------------------------------------------
+
+    def layout(self, digest: str) -> Layout | None:
+        return self._layouts.get(digest)
+
+    def put_layout(self, layout: Layout) -> None:
+        with self._lock:
+            if layout.digest not in self._layouts:
+                self._files.write_json(_layout_name(layout.digest), layout.to_json())
+                self._layouts[layout.digest] = layout
+
+    # -- regions from peers --------------------------------------------------------------------------------
+
+    def stage(self, snapshot: SnapshotId, num_bytes: int) -> str:
+        """Reserve a file for regions that are to come. Raises ArenaFullError. End with `adopt` or `discard`."""
+        with self._lock:
+            while (name := f"pull-{_stem(snapshot)}-{next(self._numbers)}{TENSORS}") in self._files.names(TENSORS):
+                pass
+            self._staged.add(name)
+        try:
+            self._files.reserve(name, num_bytes)
+        except TenplexError:
+            self._staged.discard(name)
+            raise
+        return name
+
+    def file(self, name: str) -> MappedFile:
+        """One of the arena's tensor files. Raises StoreError."""
+        return self._files.open(name)
+
+    def adopt(self, layout: Layout, described: Index, claim: Claim, pieces: Sequence[Piece]) -> None:
+        """List `pieces` and `claim` with their snapshot; a node that never held it takes the rest from `described`."""
+        with self._lock:
+            self.put_layout(layout)
+            index = self._indexes.get(described.snapshot, replace(described, claims=(), pieces=()))
+            claims = index.claims if claim in index.claims else (*index.claims, claim)
+            self._keep(replace(index, claims=claims, pieces=(*index.pieces, *pieces)))
+            self._staged.difference_update(piece.file for piece in pieces)
+
+    def discard(self, name: str) -> None:
+        """Remove a staged file of which nothing came."""
+        with self._lock:
+            self._staged.discard(name)
+            self._files.drop([name])
+
+    # -- inside --------------------------------------------------------------------------------------------
+
+    def _keep(self, index: Index) -> None:
+        self._files.write_json(_index_name(index.snapshot), index.to_json())
+        self._indexes[index.snapshot] = index
+
+    def _forget(self, snapshots: Sequence[SnapshotId]) -> None:
+        self._files.drop(_index_name(snapshot) for snapshot in snapshots)
+        for snapshot in snapshots:
+            del self._indexes[snapshot]
+
+    def _unneeded(self) -> list[str]:
+        """Tensor files that neither the open round nor a snapshot nor a pull needs, the largest first."""
+        needed = {piece.file for index in self._indexes.values() for piece in index.pieces} | self._staged
+        if self._round is not None:
+            needed.update(self._round.slots)
+        free = [name for name in self._files.names(TENSORS) if name not in needed]
+        return sorted(free, key=self._files.size, reverse=True)
+
+    def _collect(self) -> None:
+        """Drop files and layouts that nothing needs."""
+        self._files.drop(self._unneeded())
+        digests = {snapshot.digest for snapshot in self._indexes}
+        if self._round is not None:
+            digests.add(self._round.digest)
+        self._files.drop(_layout_name(digest) for digest in self._layouts if digest not in digests)
+        self._layouts = {digest: layout for digest, layout in self._layouts.items() if digest in digests}
+
+    def _paths(self, opened: Round) -> list[Path]:
+        return [self._files.folder / name for name in opened.slots]
+
+    def _intact(self, piece: Piece) -> bool:
+        try:
+            return checksum_of(self._files.open(piece.file).view, piece) == piece.checksum
+        except StoreError:
+            return False
+
+    def _holding(self, index: Index, claim: Claim) -> Holding:
+        held: dict[str, list[Region]] = {}
+        for piece in index.pieces:
+            held.setdefault(piece.fqn, []).append(piece.region)
+        layout = self._known_layout(index.snapshot.digest)
+        missing = {
+            fqn
+            for rank in claim.ranks
+            for fqn, region in layout.regions_of(claim.config, rank).items()
+            if subtract(region, held.get(fqn, ()))
+        }
+        return Holding(index.snapshot, (claim,), index.committed, tuple(sorted(missing)), index.consumed)
+
+    def _load(self) -> None:
+        """Take over what is whole; `_collect` removes the rest."""
+        for name in self._files.names(".json"):  # sorted: layouts, the round, snapshots
+            try:
+                self._take_over(name, self._files.read_json(name))
+            except TenplexError as error:
+                log.warning("%s is not usable, and is dropped: %s", name, error)
+                self._files.drop([name])
+        self._files.drop(self._files.names(".new"))
+        self._collect()
+
+    def _take_over(self, name: str, record: object) -> None:
+        if name.startswith("layout-"):
+            layout = Layout.from_json(record)
+            self._layouts[layout.digest] = layout
+        elif name.startswith("snapshot-"):
+            index = Index.from_json(record)
+            self._known_layout(index.snapshot.digest)
+            whole = tuple(piece for piece in index.pieces if self._present(piece))
+            self._indexes[index.snapshot] = replace(index, pieces=whole)
+        elif name == "round.json":
+            known = records.fields(record, "a round", ("v", "round", "digest", "claim"))
+            number = records.whole(known["round"], "a round")
+            opened = Round.of(number, self._known_layout(known["digest"]), Claim.from_json(known["claim"]))
+            if any(self._files.size(slot) < opened.num_bytes for slot in opened.slots):
+                raise StoreError("its slots are gone")
+            self._round = opened
+
+    def _known_layout(self, digest: str) -> Layout:
+        layout = self._layouts.get(digest)
+        if layout is None:
+            raise StoreError(f"layout {digest} is not in this store")
+        return layout
+
+    def _present(self, piece: Piece) -> bool:
+        inside = Path(piece.file).name == piece.file  # an index names files of its own folder only
+        return inside and piece.offset + piece.num_bytes <= self._files.size(piece.file)
+
+
+def checksum_of(view: memoryview, where: Piece | Entry) -> int:
+    """xxh3_64 of a piece's bytes in the mapped file `view`."""
+    return int(xxhash.xxh3_64_intdigest(view[where.offset : where.offset + where.num_bytes]))
+
+
+def _stem(snapshot: SnapshotId) -> str:
+    return f"{snapshot.round}-{snapshot.step}-{snapshot.digest}"
+
+
+def _index_name(snapshot: SnapshotId) -> str:
+    return f"snapshot-{_stem(snapshot)}.json"
+
+
+def _layout_name(digest: str) -> str:
+    return f"layout-{digest}.json"

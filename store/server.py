@@ -1,0 +1,169 @@
+"""The store's process: control over a Unix socket for its agent, TCP for other nodes' stores.
+
+Started as `python -m tenplexrun.store.server CONFIG`, CONFIG being JSON:
+
+    {"dir": node directory (the arena is its folder "arena"), "host": the address to serve peers on,
+     "token_file": file with the run's token, "socket": path of the control socket,
+     "limit_bytes": what the arena may reserve at most (optional),
+     "timeout_s": the longest wait for any progress of a peer (optional, 20)}
+
+It answers on the control socket once it is ready; "hello" tells the peers' port. Killed and started again on the same
+directory, it goes on with all that was sealed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tenplexrun import channel
+from tenplexrun.core import records
+from tenplexrun.core.layout import Layout
+from tenplexrun.core.records import Record
+from tenplexrun.core.snapshots import Claim, SnapshotId
+from tenplexrun.errors import LayoutError, StoreError, TenplexError, UsageError
+from tenplexrun.store.arena import Arena
+from tenplexrun.store.peers import PeerServer
+from tenplexrun.store.pulls import Order, PullJob
+from tenplexrun.store.transfer import Peers
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """See the module's docstring. `timeout_s`: the longest wait for any progress of a peer."""
+
+    folder: Path
+    host: str
+    token: str
+    socket: str
+    limit_bytes: int | None
+    timeout_s: float
+
+    @classmethod
+    def parse(cls, text: str) -> Config:
+        """Raises UsageError."""
+        try:
+            needed, optional = ("dir", "host", "token_file", "socket"), ("limit_bytes", "timeout_s")
+            known = records.fields(json.loads(text), "the config", needed, optional)
+            return cls(
+                Path(records.text(known["dir"], "dir")) / "arena",
+                records.text(known["host"], "host"),
+                records.text(Path(known["token_file"]).read_text().strip(), "the token"),
+                records.text(known["socket"], "socket"),
+                None if known.get("limit_bytes") is None else records.whole(known["limit_bytes"], "limit_bytes"),
+                float(known.get("timeout_s", 20.0)),
+            )
+        except (LayoutError, OSError, ValueError, TypeError) as error:
+            raise UsageError(f"the store cannot start: {error}") from error
+
+
+class Control:
+    """Answers the agent: one operation a method of `ports.StoreClient`. Blocking work runs in threads."""
+
+    def __init__(self, arena: Arena, peers: Peers, port: int) -> None:
+        self._arena, self._peers, self._port = arena, peers, port
+        self._jobs: set[PullJob] = set()
+        self._ops: dict[str, Callable[[Record], Awaitable[Record]]] = {
+            "hello": self._hello,
+            "open_round": self._open_round,
+            "seal": self._seal,
+            "commit": self._commit,
+            "inventory": self._inventory,
+            "pull": self._pull,
+            "progress": self._progress,
+            "index": self._index,
+            "layout": self._layout,
+        }
+
+    async def handle(self, _: channel.Channel, op: str, args: Record) -> Record:
+        """A `channel.Handler`."""
+        if op not in self._ops:
+            raise StoreError(f"the store has no operation {op!r}: run one release everywhere")
+        try:
+            return await self._ops[op](args)
+        except KeyError as error:
+            raise StoreError(f"{op!r} lacks the argument {error}: run one release everywhere") from error
+
+    async def _hello(self, _: Record) -> Record:
+        return {"port": self._port, "pid": os.getpid()}
+
+    async def _open_round(self, args: Record) -> Record:
+        layout = Layout.from_json(args["layout"])
+        claim = Claim.from_json({"config": args["config"], "ranks": args["ranks"]})
+        slots = await asyncio.to_thread(self._arena.open_round, _whole(args, "round"), layout, claim)
+        return {"slots": [str(path) for path in slots]}
+
+    async def _seal(self, args: Record) -> Record:
+        where = _whole(args, "round"), _whole(args, "step"), _whole(args, "slot"), args["values"]
+        return (await asyncio.to_thread(self._arena.seal, *where)).to_json()
+
+    async def _commit(self, args: Record) -> Record:
+        await asyncio.to_thread(self._arena.commit, _whole(args, "round"), _whole(args, "step"))
+        return {}
+
+    async def _inventory(self, _: Record) -> Record:
+        return {"holdings": [holding.to_json() for holding in await asyncio.to_thread(self._arena.inventory)]}
+
+    async def _pull(self, args: Record) -> Record:
+        job = PullJob(self._arena, self._peers, Order.from_json(args))
+        self._jobs.add(job)
+        try:
+            return await asyncio.to_thread(job.run)
+        finally:
+            job.cancel()  # matters where this task was cancelled: the agent has gone
+            self._jobs.discard(job)
+
+    async def _progress(self, _: Record) -> Record:
+        going = [job.progress for job in self._jobs]
+        return {"num_bytes": sum(p.num_bytes for p in going), "total_bytes": sum(p.total_bytes for p in going)}
+
+    async def _index(self, args: Record) -> Record:
+        return {"path": str(self._arena.index_path(SnapshotId.from_json(args["snapshot"])))}
+
+    async def _layout(self, args: Record) -> Record:
+        digest = records.text(args["digest"], "a digest")
+        layout = self._arena.layout(digest)
+        if layout is None:
+            layout = await asyncio.to_thread(self._peers.layout, digest, args["peers"])
+        return {"layout": layout.to_json()}
+
+
+def _whole(args: Record, name: str) -> int:
+    return records.whole(args[name], f"the argument {name!r}")
+
+
+async def serve(config: Config) -> None:
+    """Run until killed: whatever is on disk is whole at any moment, so there is nothing to do at the end.
+
+    Raises StoreError when an address cannot be had.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the agent's to handle: the state outlives the workers
+    arena = Arena.open(config.folder, config.limit_bytes)
+    peer_server = PeerServer(arena, config.token.encode(), config.timeout_s)
+    control = Control(arena, Peers(config.token, config.timeout_s), peer_server.start(config.host))
+    server, _ = await channel.serve(f"unix:{config.socket}", control.handle)
+    await server.serve_forever()
+
+
+def main() -> int:
+    """Entry of the store's process. Returns its exit code."""
+    logging.basicConfig(level=logging.WARNING, format="tenplexrun store: %(message)s")
+    try:
+        asyncio.run(serve(Config.parse(sys.argv[1] if len(sys.argv) == 2 else "")))
+    except TenplexError as error:
+        log.error("%s", error)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

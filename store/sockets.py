@@ -1,0 +1,109 @@
+"""Blocking sockets between stores: frames in and out, large buffers, and no wait without an end."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import time
+
+from tenplexrun.core.records import Record
+from tenplexrun.errors import WireError
+from tenplexrun.store.files import MappedFile
+from tenplexrun.store.wire import FrameReader
+
+BUFFER_BYTES = 4 << 20
+CHUNK_BYTES = 4 << 20
+"""Tensors are sent, received and hashed in steps of at most this size."""
+MIN_RUN_BYTES = 256 << 10
+"""Less than this is joined with other small writes: cheaper than a system call of its own."""
+
+
+def tune(sock: socket.socket, timeout_s: float) -> None:
+    """Large buffers, no delay of small writes, and `timeout_s` as the longest wait for any progress."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
+    sock.settimeout(timeout_s)
+
+
+def receive_frame(sock: socket.socket, kind: int, timeout_s: float) -> Record | None:
+    """One frame's header, complete within `timeout_s` after its first bytes; None if the peer ended before them.
+
+    Raises WireError on nonsense, a stalled or broken connection. What follows the frame is not read.
+    """
+    reader = FrameReader(kind)
+    deadline: float | None = None
+    while True:
+        try:
+            data = sock.recv(min(reader.needed, CHUNK_BYTES))
+        except OSError as error:
+            raise WireError(f"lost the peer while waiting for its message: {error}") from error
+        if not data and deadline is None:
+            return None
+        if not data:
+            raise WireError("the peer closed the connection in the middle of a message")
+        header = reader.feed(data)
+        if header is not None:
+            return header
+        deadline = deadline or time.monotonic() + timeout_s
+        if time.monotonic() > deadline:
+            raise WireError(f"the peer did not finish a message within {timeout_s} s")
+
+
+def receive_into(sock: socket.socket, view: memoryview) -> None:
+    """Fill `view` from the stream. Raises WireError when the peer goes away or stalls."""
+    position = 0
+    while position < len(view):
+        try:
+            count = sock.recv_into(view[position:])
+        except OSError as error:
+            raise WireError(f"lost the peer in the middle of a region: {error}") from error
+        if not count:
+            raise WireError("the peer closed the connection in the middle of a region")
+        position += count
+
+
+class Outbox:
+    """Writes to one socket: small ones are joined, long runs of a file go by sendfile. Raises OSError."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._buffer = bytearray()
+
+    def put(self, data: bytes | memoryview) -> None:
+        if len(data) >= MIN_RUN_BYTES:
+            self.flush()
+            self._sock.sendall(data)
+            return
+        self._buffer += data
+        if len(self._buffer) >= CHUNK_BYTES:
+            self.flush()
+
+    def put_run(self, file: MappedFile, offset: int, num_bytes: int) -> None:
+        """`num_bytes` bytes of `file` from `offset` on."""
+        if num_bytes < MIN_RUN_BYTES:
+            self.put(file.view[offset : offset + num_bytes])
+            return
+        self.flush()
+        stop = offset + num_bytes
+        while offset < stop:
+            try:
+                count = os.sendfile(self._sock.fileno(), file.fd, offset, stop - offset)
+            except BlockingIOError:  # a socket with a time-out does not block
+                self._wait_writable()
+                continue
+            if not count:
+                raise OSError("a file of the arena ended early")
+            offset += count
+
+    def flush(self) -> None:
+        self._sock.sendall(self._buffer)
+        self._buffer.clear()
+
+    def _wait_writable(self) -> None:
+        poll = select.poll()
+        poll.register(self._sock, select.POLLOUT)
+        timeout_s = self._sock.gettimeout()
+        if not poll.poll(None if timeout_s is None else timeout_s * 1000):
+            raise TimeoutError(f"the peer took nothing for {timeout_s} s")

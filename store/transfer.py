@@ -1,0 +1,207 @@
+"""Pulls regions from peers' stores straight into mapped memory, from all of them at once.
+
+Each source gets up to two streams. A region that a source did not deliver whole and with the right checksum is asked
+of its next holder; with none left the pull fails, and says what each of them did.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import xxhash
+
+from tenplexrun.channel import split_host_port
+from tenplexrun.core.layout import Layout
+from tenplexrun.core.records import Record
+from tenplexrun.core.regions import Region
+from tenplexrun.core.snapshots import SnapshotId
+from tenplexrun.errors import TenplexError, WireError
+from tenplexrun.store import wire
+from tenplexrun.store.sockets import CHUNK_BYTES, receive_frame, receive_into, tune
+
+STREAMS_PER_SOURCE = 2
+MAX_STREAMS = 32
+BATCH_REGIONS = 4096
+BATCH_BYTES = 256 << 20
+
+
+Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A region of `num_bytes`, to be put at `offset`, from the first of its holders' `addresses` that delivers it."""
+
+    fqn: str
+    region: Region
+    dtype: str
+    num_bytes: int
+    offset: int
+    addresses: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class Progress:
+    """What has arrived so far; what had to come twice counts twice. `cancelled` ends the pull at its next chunk."""
+
+    total_bytes: int
+    num_bytes: int = 0
+    cancelled: threading.Event = field(default_factory=threading.Event)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def add(self, num_bytes: int) -> None:
+        """Count arrived bytes. Raises WireError once cancelled."""
+        with self._lock:
+            self.num_bytes += num_bytes
+        if self.cancelled.is_set():
+            raise WireError("the pull was cancelled")
+
+
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """How to talk to peers' stores: the run's token, and the longest wait for any progress of one."""
+
+    token: str
+    timeout_s: float = 20.0
+
+    def ask(self, addresses: Iterable[str], request: wire.Request, read: Callable[[Record], Answer]) -> Answer:
+        """What `read` makes of the first good answer of one of `addresses`. Raises WireError with all reasons."""
+        reasons = {}
+        for address in dict.fromkeys(addresses):
+            try:
+                with self.connect(address) as sock:
+                    return read(self.request(sock, request))
+            except TenplexError as error:
+                reasons[address] = str(error)
+        raise WireError(f"no peer's store could answer: {_listed(reasons)}")
+
+    def layout(self, digest: str, addresses: Iterable[str]) -> Layout:
+        """The layout of this digest. Raises WireError with all reasons."""
+
+        def read(answer: Record) -> Layout:
+            layout = Layout.from_json(answer.get("layout"))
+            if layout.digest != digest:
+                raise WireError(f"the layout that came is {layout.digest}, not {digest}")
+            return layout
+
+        return self.ask(addresses, wire.GetLayout(digest), read)
+
+    def connect(self, address: str) -> socket.socket:
+        """Raises WireError when nothing listens there."""
+        try:
+            sock = socket.create_connection(split_host_port(address), self.timeout_s)
+            tune(sock, self.timeout_s)
+        except OSError as error:
+            raise WireError(f"cannot reach the store at {address}: {error}") from error
+        return sock
+
+    def request(self, sock: socket.socket, request: wire.Request) -> Record:
+        """Ask, and wait for the answer's header. Raises what the peer reported, WireError when it is gone."""
+        try:
+            sock.sendall(wire.encode_request(self.token, request))
+        except OSError as error:
+            raise WireError(f"lost the peer while asking: {error}") from error
+        header = receive_frame(sock, wire.ANSWER, self.timeout_s)
+        if header is None:
+            raise WireError("the peer closed the connection without an answer")
+        return wire.parse_answer(header)
+
+
+class Pull:
+    """One pull of `parts` of one snapshot. `run` it once."""
+
+    def __init__(self, peers: Peers, snapshot: SnapshotId, parts: Sequence[Part]) -> None:
+        self._peers, self._snapshot, self._parts = peers, snapshot, parts
+        self._into = memoryview(b"")
+        self.progress = Progress(sum(part.num_bytes for part in parts))
+        self._checksums: dict[Part, int] = {}
+        self._reasons: dict[str, str] = {}
+
+    def run(self, into: memoryview) -> list[int]:
+        """Fetch everything into `into`; blocks. Returns the checksums in the order of the parts. Raises WireError."""
+        self._into = into
+        attempt = 0
+        while missing := [part for part in self._parts if part not in self._checksums]:
+            lost = [part for part in missing if attempt >= len(part.addresses)]
+            if lost or self.progress.cancelled.is_set():
+                raise WireError(
+                    f"{len(missing)} of {len(self._parts)} regions did not arrive, the first is "
+                    f"{(lost or missing)[0].fqn} {(lost or missing)[0].region}: {_listed(self._reasons)}"
+                )
+            self._fetch(missing, attempt)
+            attempt += 1
+        return [self._checksums[part] for part in self._parts]
+
+    def _fetch(self, missing: Sequence[Part], attempt: int) -> None:
+        """One attempt at each part, at its holder number `attempt`."""
+        by_address: dict[str, list[Part]] = {}
+        for part in missing:
+            by_address.setdefault(part.addresses[attempt], []).append(part)
+        queues = [(address, deque(_batches(parts))) for address, parts in by_address.items()]
+        with ThreadPoolExecutor(min(MAX_STREAMS, STREAMS_PER_SOURCE * len(queues)), "pull") as pool:
+            streams = [
+                pool.submit(self._stream, address, batches)
+                for address, batches in queues
+                for _ in range(min(STREAMS_PER_SOURCE, len(batches)))
+            ]
+            for stream in streams:
+                stream.result()
+
+    def _stream(self, address: str, batches: deque[list[Part]]) -> None:
+        """Take batches until none is left. What fails is noted, and its parts stay missing."""
+        try:
+            with self._peers.connect(address) as sock:
+                while (batch := _next(batches)) is not None:
+                    self._receive(sock, address, batch)
+        except TenplexError as error:
+            self._reasons[address] = str(error)
+
+    def _receive(self, sock: socket.socket, address: str, batch: Sequence[Part]) -> None:
+        request = wire.Read(self._snapshot, tuple((part.fqn, part.region) for part in batch))
+        answer = self._peers.request(sock, request)
+        wire.parse_read_answer(answer, [(part.num_bytes, part.dtype) for part in batch])
+        sent = bytearray(wire.CHECKSUM.size)
+        for part in batch:
+            digest = xxhash.xxh3_64()
+            for start in range(part.offset, part.offset + part.num_bytes, CHUNK_BYTES):
+                chunk = self._into[start : min(start + CHUNK_BYTES, part.offset + part.num_bytes)]
+                receive_into(sock, chunk)
+                digest.update(chunk)
+                self.progress.add(len(chunk))
+            receive_into(sock, memoryview(sent))
+            if wire.CHECKSUM.unpack(sent)[0] == digest.intdigest():
+                self._checksums[part] = digest.intdigest()
+            else:
+                self._reasons[address] = f"{part.fqn} {part.region} failed its checksum"
+
+
+def _batches(parts: Sequence[Part]) -> list[list[Part]]:
+    """Requests of bounded count and size, and enough of them to keep all streams of a source busy."""
+    share = sum(part.num_bytes for part in parts) // STREAMS_PER_SOURCE
+    limit = min(BATCH_BYTES, max(share, CHUNK_BYTES))
+    batches: list[list[Part]] = [[]]
+    size = 0
+    for part in parts:
+        if batches[-1] and (size + part.num_bytes > limit or len(batches[-1]) == BATCH_REGIONS):
+            batches.append([])
+            size = 0
+        batches[-1].append(part)
+        size += part.num_bytes
+    return batches
+
+
+def _next(batches: deque[list[Part]]) -> list[Part] | None:
+    try:
+        return batches.popleft()
+    except IndexError:  # the source's other stream took the last one
+        return None
+
+
+def _listed(reasons: Mapping[str, str]) -> str:
+    return "; ".join(f"{address}: {reason}" for address, reason in reasons.items()) or "no holder is known"
