@@ -23,6 +23,13 @@ from tenplexrun.errors import TenplexError, WireError
 PROBE_TIMEOUT_S = 1.0
 RETRY_S = 0.2
 
+OnCommit = Callable[[int, int], Awaitable[None]]
+OnLost = Callable[[str, str], Awaitable[None]]
+
+
+async def _ignore(*_: object) -> None:
+    """Nobody is bound yet."""
+
 
 @dataclass(slots=True)
 class _Peer:
@@ -31,17 +38,13 @@ class _Peer:
 
 
 class Links:
-    """Both ends. `on_commit(round, step)` runs on every node; `on_lost(node, link)` when an agent is proved gone."""
+    """Both ends. `bind` names who is told."""
 
-    def __init__(
-        self,
-        node: str,
-        token: str,
-        on_commit: Callable[[int, int], Awaitable[None]],
-        on_lost: Callable[[str, str], Awaitable[None]],
-    ) -> None:
+    def __init__(self, node: str, token: str) -> None:
         self.node, self.address = node, ""
-        self._token, self._on_commit, self._on_lost = token, on_commit, on_lost
+        self._token = token
+        self._on_commit: OnCommit = _ignore
+        self._on_lost: OnLost = _ignore
         self._peers: dict[Channel, _Peer] = {}
         self._commits = Commits(-1)
         self._followed: str | None = None
@@ -50,6 +53,10 @@ class Links:
         self._follower: asyncio.Task[None] | None = None
         self._server: asyncio.AbstractServer | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+
+    def bind(self, on_commit: OnCommit, on_lost: OnLost) -> None:
+        """`on_commit(round, step)` runs on every node; `on_lost(node, link)` when an agent is proved gone."""
+        self._on_commit, self._on_lost = on_commit, on_lost
 
     async def start(self, host: str) -> str:
         """Listen on a port that the system assigns. Returns the address."""
@@ -84,7 +91,7 @@ class Links:
     async def _keep(self, address: str) -> None:
         while True:
             with contextlib.suppress(TenplexError):
-                link = await channel.connect(address, self._serve, PROBE_TIMEOUT_S)
+                link = await channel.connect(address, self._from_decider, PROBE_TIMEOUT_S)
                 try:
                     hello = await link.request("hello", 5.0, token=self._token, node=self.node, link=self.address)
                     self._decider = link
@@ -96,6 +103,11 @@ class Links:
                     self._decider = None
                     await link.close()
             await asyncio.sleep(RETRY_S)
+
+    async def _from_decider(self, _link: Channel, op: str, args: dict[str, Any]) -> None:
+        if op != "committed":
+            raise WireError(f"the decider has no business to ask {op!r}")
+        await self._on_commit(int(args["round"]), int(args["step"]))
 
     # --- the decider ----------------------------------------------------------------------------------------------
 
@@ -110,13 +122,14 @@ class Links:
             self._peers[link] = _Peer(str(args["node"]), str(args["link"]))
             self._spawn(self._until_closed(link))
             return {"node": self.node}
-        if op == "committed" and link is self._decider:
-            await self._on_commit(int(args["round"]), int(args["step"]))
-            return None
         peer = self._peers.get(link)
         if op != "sealed" or peer is None:
             raise WireError(f"no such message on a link, or no token was shown: {op!r}")
-        self._commit(self._commits_of(int(args["round"])).sealed(peer.node, int(args["step"])))
+        commits = self._commits_of(int(args["round"]))
+        step = commits.sealed(peer.node, int(args["step"]))
+        if step is None and commits.committed is not None:  # said again after a break: so is the answer
+            link.notify("committed", round=commits.round, step=commits.committed)
+        self._commit(step)
         return None
 
     def _commits_of(self, round_number: int) -> Commits:

@@ -64,8 +64,15 @@ async def join_run(coordination: Coordination, run_id: str, member: Member, ttl_
             await lease.release()
 
 
+async def leave_run(coordination: Coordination, folder: str, lease: Lease) -> None:
+    """End the membership; the last one to leave takes the epoch's records along."""
+    await lease.release()
+    if not await coordination.list(f"{folder}/members"):
+        await coordination.delete_folder(folder)
+
+
 def read_secret(path: Path) -> bytes:
-    """The job's secret; made, readable by the owner alone, if it is missing. Raises UsageError if others can read it."""
+    """The job's secret; made if it is missing. Raises UsageError if others than the owner can read it."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:

@@ -12,7 +12,7 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class KeyValue:
-    """A key of the coordination store. `token` changes with every write and never comes back."""
+    """A key of the coordination store. `token` is a decimal number that grows with every write of the key."""
 
     key: str
     value: str
@@ -47,6 +47,9 @@ class Coordination(Protocol):
 
     async def delete(self, key: str, token: str | None = None) -> None:
         """Delete a key (a missing one is fine); with `token`, only if it is still that one."""
+
+    async def delete_folder(self, prefix: str) -> None:
+        """Delete all keys below the folder `prefix`; a missing one is fine."""
 
     async def list(self, prefix: str) -> Mapping[str, KeyValue]:
         """All keys below the folder `prefix`, recursively."""
@@ -102,9 +105,7 @@ class WorkerPool(Protocol):
 class StoreClient(Protocol):
     """The node's own tensor store. Records are those of `tenplexrun.core.snapshots`."""
 
-    async def open_round(
-        self, round_number: int, layout: Record, config: Record, ranks: Sequence[int]
-    ) -> Record:
+    async def open_round(self, round_number: int, layout: Record, config: Record, ranks: Sequence[int]) -> Record:
         """Reserve the two slots of a round for this node's `ranks`. Returns {"slots": [path, path]}.
         Raises ArenaFullError with the bytes needed and free."""
 
@@ -117,9 +118,7 @@ class StoreClient(Protocol):
     async def inventory(self) -> list[Record]:
         """What is here and passes its checksums: a list of `Holding` records."""
 
-    async def pull(
-        self, snapshot: Record, layout: Record, claim: Record, fetches: Sequence[Record]
-    ) -> Record:
+    async def pull(self, snapshot: Record, layout: Record, claim: Record, fetches: Sequence[Record]) -> Record:
         """Fetch regions from peers' stores and keep them beside the snapshot.
         Returns {"num_bytes", "seconds", "num_fetches"}."""
 

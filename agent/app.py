@@ -1,0 +1,281 @@
+"""The agent: one queue of events, one writer. Events go to `core.lifecycle`, its actions to the adapters."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import json
+import signal
+import time
+import uuid
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tenplexrun.agent.decider import Decider
+from tenplexrun.agent.desk import Desk
+from tenplexrun.agent.rendezvous import join_run, leave_run
+from tenplexrun.agent.session import NodeServices, Session
+from tenplexrun.core import lifecycle as lc
+from tenplexrun.core import rounds
+from tenplexrun.core.lifecycle import Lifecycle
+from tenplexrun.core.membership import Settings
+from tenplexrun.core.rounds import Member, Request, Round, Verdict
+from tenplexrun.core.snapshots import Holding
+from tenplexrun.errors import CompareFailedError, CoordinationError, TenplexError
+from tenplexrun.ports import Coordination, Lease
+
+PERSIST_S = 60.0
+RETRY_S = 0.3
+LEAVE_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What the composition root hands over."""
+
+    run_id: str
+    member: Member
+    settings: Settings
+    lease_s: float
+
+
+class Agent:
+    """Runs this node's part of a job to its end. `run` returns the verdict."""
+
+    def __init__(
+        self, launch: Launch, coordination: Coordination, services: NodeServices, desk: Desk, died: asyncio.Queue[str]
+    ) -> None:
+        self._launch, self._coordination, self._services, self._desk = launch, coordination, services, desk
+        self._died = died
+        self._member = launch.member
+        self._machine = Lifecycle(self._member.node)
+        self._queue: asyncio.Queue[lc.Event] = asyncio.Queue()
+        self._acks: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
+        self._session: Session | None = None
+        self._folder = ""
+        self._lease: Lease | None = None
+        self._verdict: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._membership: list[asyncio.Task[Any]] = []
+        self._signals = 0
+        services.links.bind(self._on_commit, self._on_lost)
+
+    # --- life -----------------------------------------------------------------------------------------------------
+
+    async def run(self) -> Verdict:
+        """Join, serve rounds until the job ends or this node leaves, and leave cleanly."""
+        loop = asyncio.get_running_loop()
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(signum, self._on_signal, signum)
+        try:
+            await self._join()
+            for work in (self._follow_exits(), self._follow_deaths(), self._write_acks(), self._handle_events()):
+                self._spawn(work)
+            return await self._verdict
+        finally:
+            await self._close()
+
+    async def _join(self) -> None:
+        """Become a member, as a new node each time."""
+        self._folder, self._lease = await join_run(
+            self._coordination, self._launch.run_id, self._member, self._launch.lease_s
+        )
+        events, member = self._services.events, self._member
+        events.emit("joined", folder=self._folder, link=member.link, store=member.store, workers=member.num_workers)
+        settings, lease_s = self._launch.settings, self._launch.lease_s
+        decider = Decider(self._coordination, self._folder, settings, self._services.store.layout, events, lease_s)
+        self._membership = [
+            self._spawn(self._follow_round()),
+            self._spawn(self._watch_lease(self._lease)),
+            self._spawn(decider.run(member.node, member.link)),
+        ]
+
+    async def _watch_lease(self, lease: Lease) -> None:
+        await lease.lost.wait()
+        self._services.events.emit("fenced")
+        self._services.events.say("this node was taken for dead: its workers stop, and it joins again as a new one")
+        self._spawn(self._rejoin())
+
+    async def _rejoin(self) -> None:
+        for task in self._membership:
+            task.cancel()
+        if self._session is not None:
+            await self._session.stop("kill")
+            self._session = self._desk.session = None
+        self._member = replace(self._member, node=uuid.uuid4().hex[:8])
+        self._machine = Lifecycle(self._member.node)
+        self._services.links.node = self._services.events.node = self._member.node
+        try:
+            await self._persistently(self._join)
+        except TenplexError as error:
+            self._finish(Verdict(error.exit_code, str(error)))
+
+    async def _close(self) -> None:
+        for task in [*self._tasks]:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._session is not None:
+            await self._session.stop("kill")
+        if self._lease is not None:
+            with contextlib.suppress(TenplexError, asyncio.TimeoutError):
+                await asyncio.wait_for(leave_run(self._coordination, self._folder, self._lease), LEAVE_TIMEOUT_S)
+
+    def _finish(self, verdict: Verdict) -> None:
+        if not self._verdict.done():
+            self._verdict.set_result(verdict)
+
+    # --- sources of events ----------------------------------------------------------------------------------------
+
+    async def _follow_round(self) -> None:
+        key = f"{self._folder}/round"
+        async for content in self._coordination.watch(key):
+            if key in content:
+                round_ = rounds.round_from_json(json.loads(content[key].value))
+                self._services.links.follow(round_.decider)
+                if round_.phase == "running" and round_.decider == self._member.link:
+                    self._services.links.expect(round_.number, round_.nodes)
+                await self._queue.put(lc.RoundSeen(round_))
+
+    async def _follow_exits(self) -> None:
+        while True:
+            exit_ = await self._services.pool.exits.get()
+            if self._session is not None:
+                self._session.on_exit(exit_)
+
+    async def _follow_deaths(self) -> None:
+        """A process that cannot be replaced has died: this node is no use any more."""
+        reason = await self._died.get()
+        self._finish(Verdict(73, reason))
+
+    async def _on_commit(self, round_number: int, step: int) -> None:
+        if self._session is not None and self._session.round.number == round_number:
+            await self._session.committed(step)
+
+    async def _on_lost(self, node: str, link: str) -> None:
+        """An agent's port refuses connections: it is gone. Say so in the store, which then says so to all."""
+        self._services.events.emit("agent_gone", lost=node, link=link)
+        await self._coordination.delete(f"{self._folder}/members/{node}")
+        key = f"{self._folder}/decider"
+        held = await self._coordination.get(key)
+        if held is not None and json.loads(held.value)["node"] == node:
+            with contextlib.suppress(CompareFailedError):
+                await self._coordination.delete(key, held.token)
+
+    def _on_signal(self, signum: int) -> None:
+        self._signals += 1
+        name, code = signal.Signals(signum).name, 128 + signum
+        if self._signals > 1 or self._machine.round is None:
+            self._finish(Verdict(code, f"ended by {name}"))
+            return
+        self._services.events.say(f"{name}: " + ("the job ends" if signum == signal.SIGINT else "this node leaves"))
+        if signum == signal.SIGINT:
+            request = Request(uuid.uuid4().hex[:8], "end", code=code, detail=f"ended by {name} on {self._member.node}")
+        else:
+            self._machine.draining = True
+            request = Request(self._member.node, "drain", node=self._member.node, code=code, detail=name)
+            if self._machine.live is None:
+                self._finish(Verdict(code, f"left by {name}"))
+                return
+        document = json.dumps(rounds.to_json(request))
+        self._spawn(
+            self._persistently(lambda: self._coordination.put(f"{self._folder}/requests/{request.id}", document))
+        )
+
+    # --- the one queue --------------------------------------------------------------------------------------------
+
+    async def _handle_events(self) -> None:
+        while True:
+            event = await self._queue.get()
+            for action in self._machine.on(event):
+                self._do(action)
+
+    def _do(self, action: lc.Action) -> None:
+        if isinstance(action, lc.StartRound):
+            self._start_round(action.round)
+        elif isinstance(action, lc.Hold):
+            assert self._session is not None
+            self._queue.put_nowait(lc.Held(action.round, action.hold, self._session.hold(action.hold)))
+        elif isinstance(action, lc.Exit):
+            self._finish(action.round.verdict or Verdict(0, "the job has ended"))
+        elif isinstance(action, lc.Leave):
+            self._finish(Verdict(143, "this node has left, the job goes on"))
+        elif isinstance(action, lc.SendAck):
+            key = f"{self._folder}/acks/{action.round}/{self._member.node}"
+            self._acks.put_nowait((key, json.dumps(rounds.to_json(action.ack))))
+        elif isinstance(action, lc.AwaitParked):
+            self._spawn(self._await_parked(action))
+        elif isinstance(action, lc.StopWorkers):
+            self._spawn(self._stop_workers(action))
+        else:
+            self._spawn(self._persistently(lambda: self._gather(action)))
+
+    async def _write_acks(self) -> None:
+        """In order: the last word of a node about a round must be the last one written."""
+        while True:
+            key, document = await self._acks.get()
+            await self._persistently(functools.partial(self._coordination.put, key, document))
+
+    def _start_round(self, round_: Round) -> None:
+        origin = f"from step {round_.snapshot.step}" if round_.snapshot else "from the start"
+        self._services.events.say(
+            f"round {round_.number}: {round_.parallel} on {len(round_.nodes)} node(s), {origin} ({round_.cause.detail})"
+        )
+        self._session = Session(self._member.node, round_, self._services, self._queue.put_nowait)
+        self._desk.session = self._session
+        self._session.start()
+
+    async def _await_parked(self, action: lc.AwaitParked) -> None:
+        assert self._session is not None
+        await self._session.parked(action.hold)
+        self._services.events.emit("parked", round=action.round, step=action.hold)
+        await self._queue.put(lc.Parked(action.round))
+
+    async def _stop_workers(self, action: lc.StopWorkers) -> None:
+        session, began = self._session, time.time()
+        assert session is not None
+        started = session.hold(None)
+        await session.stop(action.how)
+        seconds = time.time() - began
+        self._services.events.emit("stopped", round=action.round, how=action.how, seconds=seconds, started=started)
+        if self._session is session:
+            self._session = self._desk.session = None
+        await self._queue.put(lc.Stopped(action.round))
+
+    async def _gather(self, action: lc.Gather) -> None:
+        holdings = [Holding.from_json(record) for record in await self._services.store.inventory()]
+        port = await self._services.pool.listen(self._services.host)
+        await self._queue.put(lc.Gathered(action.round, tuple(holdings), port))
+
+    # --- helpers --------------------------------------------------------------------------------------------------
+
+    async def _persistently(self, work: Callable[[], Coroutine[Any, Any, Any]]) -> None:
+        """Do it, through outages of the store of up to a minute; then this node gives up."""
+        deadline = time.monotonic() + PERSIST_S
+        while True:
+            try:
+                await work()
+                return
+            except TenplexError as error:
+                if time.monotonic() > deadline:
+                    self._finish(Verdict(error.exit_code, f"gave up after {PERSIST_S:.0f} s: {error}"))
+                    return
+                if not isinstance(error, CoordinationError):
+                    self._services.events.say(f"trying again: {error}")
+                await asyncio.sleep(RETRY_S)
+
+    def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._on_task_done)
+        return task
+
+    def _on_task_done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if task.cancelled() or task.exception() is None:
+            return
+        error = task.exception()
+        code = error.exit_code if isinstance(error, TenplexError) else 1
+        self._services.events.emit("agent_error", message=repr(error))
+        self._finish(Verdict(code, f"the agent failed: {error!r}"))

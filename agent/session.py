@@ -1,0 +1,253 @@
+"""One round on one node: prepares state and data, starts the workers, answers them, ends them.
+
+All that is known of a round lives and dies with its session, so that nothing of an old one can disturb a new one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import mmap
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from tenplexrun.agent.environment import NodeFacts, worker_env
+from tenplexrun.agent.events import EventLog
+from tenplexrun.agent.links import Links
+from tenplexrun.agent.logs import WorkerLogs
+from tenplexrun.agent.transformer import Restored, Transformer
+from tenplexrun.core.control import NONE, ControlPage, num_bytes
+from tenplexrun.core.lifecycle import Event, WorkersEnded
+from tenplexrun.core.rounds import Failure, Round
+from tenplexrun.errors import LayoutError, ProcessError, TenplexError
+from tenplexrun.ports import StoreClient, ViewClient, WorkerExit, WorkerPool, WorkerSpec
+
+POLL_S = 0.002
+KILL_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class NodeServices:
+    """What a session uses of its node."""
+
+    host: str
+    facts: NodeFacts
+    control: Path
+    pool: WorkerPool
+    store: StoreClient
+    view: ViewClient
+    links: Links
+    logs: WorkerLogs
+    events: EventLog
+    data: Mapping[str, Any] | None
+
+
+class Session:
+    """`put` takes the events of this round. Methods run on the agent's loop."""
+
+    def __init__(self, node: str, round_: Round, services: NodeServices, put: Callable[[Event], None]) -> None:
+        mine = round_.participant(node)
+        assert mine is not None
+        self.round, self._node, self._mine, self._services, self._put = round_, node, mine, services, put
+        self._page = _new_page(services.control, round_.number, mine.num_workers)
+        self._fence = threading.Lock()
+        self._workers: dict[int, int] = {}  # local rank by pid, of the living
+        self._all_gone = asyncio.Event()
+        self._stopping = False
+        self._failed = False
+        self._slots: asyncio.Future[dict[str, Any]] | None = None
+        self._digest = ""
+        self._sealed: dict[int, int] = {}  # slot by step, until sealed
+        self._values: dict[int, dict[str, Any]] = {}
+        self._sealed_step = NONE
+        self._views: dict[tuple[int, str], asyncio.Future[str]] = {}
+        self._restored: asyncio.Task[Restored] | None = None
+        self._starting: asyncio.Task[None] | None = None
+
+    # --- start ----------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Move state and start workers, side by side."""
+        transformer = Transformer(self._services.store, self._services.events)
+        self._restored = asyncio.ensure_future(transformer.restore(self._node, self.round))
+        self._starting = asyncio.ensure_future(self._start())
+
+    async def _start(self) -> None:
+        services, number = self._services, self.round.number
+        try:
+            base = dict(os.environ)
+            data_dirs = await self._show_data()
+            specs = []
+            for local_rank in range(self._mine.num_workers):
+                env = worker_env(base, self.round, self._node, local_rank, services.facts)
+                if data_dirs:
+                    env["TENPLEX_DATA_DIR"] = data_dirs[self._coord(local_rank)["dp"]]
+                out, err = services.logs.open(number, self._mine.first_rank + local_rank)
+                specs.append(WorkerSpec(local_rank, env, out, err))
+            started = time.time()
+            try:
+                pids = await services.pool.spawn(specs, host_store=self._mine.first_rank == 0)
+            finally:
+                for spec in specs:
+                    os.close(spec.stdout_fd)
+                    os.close(spec.stderr_fd)
+            self._workers.update(zip(pids, range(len(pids)), strict=True))
+            services.events.emit("spawned", round=number, began=started, seconds=time.time() - started, pids=pids)
+        except TenplexError as error:
+            self._fail(Failure(self._node, services.host, self._mine.first_rank, 0, 0, 1, time.time(), (str(error),)))
+
+    async def _show_data(self) -> dict[int, str]:
+        """With --data: the view of each dp rank of this node, before its workers start."""
+        if self._services.data is None:
+            return {}
+        consumed = 0
+        for source in (self.round.sources or {}).values():
+            consumed = max(consumed, source.holding.consumed)
+        dp_ranks = sorted({self._coord(local_rank)["dp"] for local_rank in range(self._mine.num_workers)})
+        return {dp_rank: await self._show(dict(self._services.data), dp_rank, consumed) for dp_rank in dp_ranks}
+
+    # --- what workers ask -----------------------------------------------------------------------------------------
+
+    async def answer(self, op: str, args: dict[str, Any]) -> dict[str, Any]:
+        """One request of a worker. Raises what the store and the view raise, to be carried to the script."""
+        local_rank = int(args.pop("local_rank", 0))
+        if op == "declare":
+            return await self._declare(args["layout"], args["config"])
+        if op == "restore":
+            return (await self._restoring()).to_json()
+        if op == "sealed":
+            await self._on_sealed(int(args["step"]), int(args["slot"]), args.get("values"))
+            return {}
+        if op == "view":
+            restored = await self._restoring()
+            return {"dir": await self._show(args["order"], self._coord(local_rank)["dp"], restored.consumed)}
+        if op == "event":
+            self._services.events.emit("worker", round=self.round.number, local_rank=local_rank, **args)
+            return {}
+        raise ProcessError(f"the agent answers no request {op!r}")
+
+    async def _restoring(self) -> Restored:
+        assert self._restored is not None
+        return await asyncio.shield(self._restored)
+
+    async def _declare(self, layout: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+        if config != self.round.parallel.to_json():
+            raise LayoutError(f"the script built a mesh of {config}, the round has {self.round.parallel.to_json()}")
+        if self._slots is None:
+            self._digest = json.dumps(layout, sort_keys=True)
+            opening = self._services.store.open_round(self.round.number, layout, config, list(self._mine.ranks))
+            self._slots = asyncio.ensure_future(opening)
+        elif json.dumps(layout, sort_keys=True) != self._digest:
+            raise LayoutError("two ranks of this node declare different layouts of the job's state")
+        return await asyncio.shield(self._slots)
+
+    async def _on_sealed(self, step: int, slot: int, values: dict[str, Any] | None) -> None:
+        """A rank has written its part. When the last of this node has, the store makes it a snapshot."""
+        if values is not None:
+            self._values[step] = values
+        self._sealed.setdefault(step, slot)
+        if step <= self._sealed_step or self._page.all_sealed() < step or step not in self._values:
+            return
+        self._sealed_step, number = step, self.round.number
+        await self._services.store.seal(number, step, self._sealed.pop(step), self._values.pop(step))
+        self._services.links.report(number, step)
+        self._services.events.emit("sealed", round=number, step=step)
+
+    async def _show(self, order: Mapping[str, Any], dp_rank: int, consumed: int) -> str:
+        key = (dp_rank, json.dumps(order, sort_keys=True))
+        if key not in self._views:
+            showing = self._services.view.show(
+                self.round.number, dict(order), dp_rank, self.round.parallel.dp, consumed
+            )
+            self._views[key] = asyncio.ensure_future(showing)
+        return await asyncio.shield(self._views[key])
+
+    async def committed(self, step: int) -> None:
+        """Every node has sealed `step` of this round."""
+        await self._services.store.commit(self.round.number, step)
+        self._page.committed = step
+        self._services.events.emit("committed", round=self.round.number, step=step)
+
+    # --- stopping -------------------------------------------------------------------------------------------------
+
+    def hold(self, step: int | None) -> int | None:
+        """Write a hold (None: only look). Returns the newest step begun here; None if no worker counts steps."""
+        started = self._page.max_started() if step is None else self._page.propose_hold(step, self._fence)
+        counting = any(self._page.started(local_rank) != NONE for local_rank in range(self._page.num_ranks))
+        return started if counting else None
+
+    async def parked(self, hold: int) -> None:
+        """Return when every worker here waits before step `hold` and the snapshot of that step is sealed."""
+        while not (self._page.all_parked(hold) and self._sealed_step >= hold):
+            await asyncio.sleep(POLL_S)
+
+    async def stop(self, how: Literal["leave", "kill", "terminate"]) -> None:
+        """End all workers: `leave` and `terminate` give them their grace. Returns when none lives."""
+        self._stopping = True
+        for task in filter(None, [self._starting, self._restored]):
+            task.cancel()
+        if how == "leave":
+            self._page.leave = True
+        else:
+            self._signal(signal.SIGKILL if how == "kill" else signal.SIGTERM)
+        if self._workers and how != "kill":
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._all_gone.wait(), self._services.facts.grace_s)
+        if self._workers:
+            self._signal(signal.SIGKILL)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._all_gone.wait(), KILL_TIMEOUT_S)
+        await self._services.pool.sweep()
+        await self._services.logs.close_round(self.round.number)
+        with contextlib.suppress(TenplexError):
+            await self._services.view.drop(self.round.number)
+
+    # --- exits ----------------------------------------------------------------------------------------------------
+
+    def on_exit(self, exit_: WorkerExit) -> None:
+        local_rank = self._workers.pop(exit_.pid, None)
+        if local_rank is None:
+            return
+        if not self._workers:
+            self._all_gone.set()
+        if self._stopping or self._failed:
+            return
+        rank = self._mine.first_rank + local_rank
+        if exit_.code != 0:
+            lines = self._services.logs.tail(self.round.number, rank)
+            host = self._services.host
+            self._fail(Failure(self._node, host, rank, local_rank, exit_.pid, exit_.code, exit_.at, tuple(lines)))
+        elif not self._workers:
+            self._put(WorkersEnded(self.round.number, None, self._newest_commit()))
+
+    def _fail(self, failure: Failure) -> None:
+        self._failed = True
+        self._services.events.emit("worker_failed", round=self.round.number, at=failure.at, rank=failure.rank)
+        self._put(WorkersEnded(self.round.number, failure, self._newest_commit()))
+
+    def _newest_commit(self) -> int | None:
+        return None if self._page.committed == NONE else self._page.committed
+
+    def _signal(self, signum: signal.Signals) -> None:
+        for pid in self._workers:
+            self._services.pool.signal(pid, signum)
+
+    def _coord(self, local_rank: int) -> dict[str, int]:
+        return self.round.parallel.coord(self._mine.first_rank + local_rank)
+
+
+def _new_page(path: Path, round_number: int, num_workers: int) -> ControlPage:
+    """A fresh control page under a new inode: workers of an older round keep theirs."""
+    fresh = path.with_suffix(".new")
+    with fresh.open("wb+") as file:
+        file.truncate(num_bytes(num_workers))
+        page = ControlPage.create(memoryview(mmap.mmap(file.fileno(), 0)), round_number, num_workers)
+    fresh.rename(path)
+    return page

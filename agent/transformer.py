@@ -1,0 +1,102 @@
+"""Turns the state that living nodes hold into what this node's ranks need: plans its part, pulls it, peer to peer."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tenplexrun.agent.events import EventLog
+from tenplexrun.core.layout import Layout
+from tenplexrun.core.planner import NodePlan, plan_node
+from tenplexrun.core.ptc import PTC
+from tenplexrun.core.rounds import Round
+from tenplexrun.core.snapshots import Claim, regions_of_holdings
+from tenplexrun.core.validation import validate_part
+from tenplexrun.errors import TenplexError
+from tenplexrun.ports import StoreClient
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """Where the workers of a round start: a snapshot whose pieces are all on this node, or step 0."""
+
+    step: int = 0
+    consumed: int = 0
+    snapshot: dict[str, Any] | None = None
+    index: str | None = None
+    values: dict[str, Any] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "consumed": self.consumed,
+            "snapshot": self.snapshot,
+            "index": self.index,
+            "values": self.values,
+        }
+
+
+class Transformer:
+    """Executes this node's part of a round's plan."""
+
+    def __init__(self, store: StoreClient, events: EventLog) -> None:
+        self._store, self._events = store, events
+
+    async def restore(self, node: str, round_: Round) -> Restored:
+        """Have all that this node's ranks need here. Raises StateLostError, WireError, ArenaFullError."""
+        if round_.snapshot is None or not round_.sources:
+            return Restored()
+        began = time.time()
+        try:
+            return await self._restore(node, round_, began)
+        except TenplexError as error:
+            self._events.emit("move_failed", round=round_.number, message=str(error))
+            self._events.say(f"state could not be moved: {error}")
+            raise
+
+    async def _restore(self, node: str, round_: Round, began: float) -> Restored:
+        assert round_.snapshot is not None
+        assert round_.sources is not None
+        addresses = {name: source.store for name, source in round_.sources.items()}
+        peers = [address for name, address in addresses.items() if name != node]
+        record = await self._store.layout(round_.snapshot.digest, peers)
+        layout = Layout.from_json(record)
+        plan = self._plan(node, round_, layout)
+        planned = time.time()
+        mine = round_.participant(node)
+        assert mine is not None
+        claim = Claim(round_.parallel, tuple(mine.ranks))
+        fetches = [self._fetch(fetch.to_json(), addresses, node) for fetch in plan.fetches]
+        snapshot = round_.snapshot.to_json()
+        moved = await self._store.pull(snapshot, record, claim.to_json(), fetches)
+        index = await self._store.index(snapshot)
+        content = json.loads(Path(index).read_bytes())
+        self._events.emit(
+            "moved",
+            round=round_.number,
+            began=began,
+            plan_seconds=planned - began,
+            seconds=time.time() - began,
+            num_bytes=moved["num_bytes"],
+            lower_bound=plan.lower_bound_bytes,
+            needed=plan.needed_bytes,
+        )
+        return Restored(round_.snapshot.step, int(content["consumed"]), snapshot, index, content["values"])
+
+    def _plan(self, node: str, round_: Round, layout: Layout) -> NodePlan:
+        assert round_.sources is not None
+        target = PTC(layout, round_.parallel, round_.rank_nodes())
+        holders = {
+            name: regions_of_holdings([source.holding], layout) for name, source in sorted(round_.sources.items())
+        }
+        plan = plan_node(node, target, holders)
+        validate_part(plan, target, holders)
+        return plan
+
+    def _fetch(self, fetch: dict[str, Any], addresses: dict[str, str], node: str) -> dict[str, Any]:
+        """A fetch with its address; any other holder of the snapshot may stand in for a source that fails."""
+        others = [address for name, address in addresses.items() if name not in (node, fetch["source"])]
+        return {**fetch, "address": addresses[fetch["source"]], "alternatives": others}
