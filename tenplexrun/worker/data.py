@@ -1,0 +1,140 @@
+"""The loader: a dp rank's share of the global order, step by step. Needs no torch: batches are numpy arrays."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from tenplexrun.core.order import ALGORITHM, DataOrder
+from tenplexrun.errors import DataError
+from tenplexrun.formats import absolute, open_dataset
+from tenplexrun.samples import Catalogue, Extents
+
+Record = dict[str, Any]
+
+
+class Samples(Protocol):
+    """Where rows come from: the extents behind a view, or the dataset's own files."""
+
+    def gather(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[Any]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step's rows of this dp rank: `num_micro_batches` · `micro_batch` of them, as many on every rank.
+
+    `ids` int64 [rows], `rows` [rows, *sample shape], `weights` float64 [rows]: a step's gradient is the mean over dp
+    ranks of the sum of weight · row's gradient; padding rows weigh 0. `consumed_after`: positions once it is committed.
+    """
+
+    ids: npt.NDArray[np.int64]
+    rows: npt.NDArray[Any]
+    weights: npt.NDArray[np.float64]
+    num_micro_batches: int
+    micro_batch: int
+    consumed_after: int
+
+    def micro_batches(self) -> Iterator[tuple[npt.NDArray[Any], npt.NDArray[np.float64]]]:
+        """Rows and weights of each micro-batch: views of `micro_batch` rows."""
+        for first in range(0, len(self.ids), self.micro_batch):
+            part = slice(first, first + self.micro_batch)
+            yield self.rows[part], self.weights[part]
+
+
+class Loader:
+    """Batches of one dp rank from `consumed` committed positions on, without end: epoch follows epoch.
+
+    Batches may be taken ahead; only `commit` advances `consumed`, one batch at a time, so nothing that was prefetched
+    is ever counted. Raises DataError for a rank that cannot be.
+    """
+
+    def __init__(self, samples: Samples, order: DataOrder, dp_rank: int, dp_size: int, consumed: int = 0) -> None:
+        self.order, self.dp_rank, self.dp_size = order, dp_rank, dp_size
+        self._samples = samples
+        self._consumed = consumed
+        self._ahead: deque[int] = deque()
+        order.share(consumed, dp_rank, dp_size)
+
+    @property
+    def consumed(self) -> int:
+        """Positions of the global order that committed steps have read: the loader's whole state."""
+        return self._consumed
+
+    def next_batch(self) -> Batch:
+        """The batch after the last one taken. Raises DataError when its samples cannot be read."""
+        begin = self._ahead[-1] if self._ahead else self._consumed
+        ids, weights, num_micro_batches = self.order.share(begin, self.dp_rank, self.dp_size)
+        rows = self._samples.gather(ids)
+        self._ahead.append(self.order.step(begin).stop)
+        return Batch(ids, rows, weights, num_micro_batches, self.order.micro_batch, self._ahead[-1])
+
+    def commit(self) -> None:
+        """The step of the oldest batch taken is done."""
+        if not self._ahead:
+            raise DataError("no batch to commit: take one with next_batch() first, commit it once")
+        self._consumed = self._ahead.popleft()
+
+    def seek(self, consumed: int, saved: Mapping[str, Any] | None = None) -> None:
+        """Go on after `consumed` positions; batches taken ahead are forgotten. Raises DataError if the order `saved`
+        with that number is of another dataset or shuffle."""
+        if saved is not None:
+            self.order.check_continues(DataOrder.from_json(saved))
+        self.order.step(consumed)
+        self._consumed = consumed
+        self._ahead.clear()
+
+    def __iter__(self) -> Iterator[Batch]:
+        while True:
+            yield self.next_batch()
+
+
+def open_loader(
+    dataset: str,
+    *,
+    global_batch: int,
+    micro_batch: int,
+    seed: int = 0,
+    tail: str = "short",
+    dp_rank: int = 0,
+    dp_size: int = 1,
+    consumed: int = 0,
+    show: Callable[[Record], str] | None = None,
+) -> Loader:
+    """A loader of `dataset` (a name as in `tenplexrun.formats`).
+
+    `show` asks the node's agent to show the order given to it, and returns the view's directory; None: no launcher, the
+    files are read directly, in the same order. Raises DataError for a bad dataset or order.
+    """
+    record: Record = {
+        "global_batch": global_batch,
+        "micro_batch": micro_batch,
+        "seed": seed,
+        "tail": tail,
+        "algo": ALGORITHM,
+    }
+    if show is not None:
+        samples, order = open_view(show({**record, "dataset": absolute(dataset)}))
+        return Loader(samples, order, dp_rank, dp_size, consumed)
+    files = open_dataset(absolute(dataset))
+    order = DataOrder.from_json({**record, "num_samples": files.num_samples, "fingerprint": files.fingerprint()})
+    return Loader(files, order, dp_rank, dp_size, consumed)
+
+
+def open_view(directory: str) -> tuple[Extents, DataOrder]:
+    """The samples and the order that a view's directory shows. Raises DataError when it is no view, or a lost one."""
+    home = Path(directory)
+    try:
+        index = json.loads((home / "index.json").read_text())
+        cursor = json.loads((home / "cursor.json").read_text())
+        catalogue = Catalogue.from_json(index["samples"])
+        extents = Extents(catalogue, str(home / index["extents"]))
+        return extents, DataOrder.from_json(cursor["order"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"cannot read the dataset view {directory}: {error!r}; is the view's process alive?") from error

@@ -1,0 +1,93 @@
+"""Copies a dataset's samples, once, into extent files in the node's shared memory.
+
+`<directory>/<key of the spec>/` holds the extents and, last, `catalogue.json`. It appears by rename when complete, so
+that a view process that was killed in the middle starts over, and one that was killed later does not.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import threading
+from pathlib import Path
+
+from tenplexrun.errors import ArenaFullError, DataError
+from tenplexrun.formats import Dataset, open_dataset
+from tenplexrun.samples import Catalogue, Extents, extent_name
+
+EXTENT_BYTES = 32 << 20
+_COPY_BYTES = 4 << 20
+_PARTIAL = ".partial"
+
+
+def load(spec: str, directory: Path, stop: threading.Event) -> Extents:
+    """The extents of dataset `spec` below `directory`, copied there unless they are already.
+
+    Raises DataError for a bad dataset or when `stop` is set, ArenaFullError with the bytes needed and free.
+    """
+    home = _home(spec, directory)
+    try:
+        record = json.loads((home / "catalogue.json").read_text())
+    except FileNotFoundError:
+        return Extents(_copy(open_dataset(spec), home, stop), str(home))
+    return Extents(Catalogue.from_json(record), str(home))
+
+
+def _home(spec: str, directory: Path) -> Path:
+    return directory / hashlib.blake2b(spec.encode(), digest_size=8).hexdigest()
+
+
+def _copy(dataset: Dataset, home: Path, stop: threading.Event) -> Catalogue:
+    per_extent = max(1, EXTENT_BYTES // dataset.sample_bytes)
+    catalogue = Catalogue(
+        dataset.num_samples, dataset.dtype, dataset.shape, dataset.fingerprint(), min(per_extent, dataset.num_samples)
+    )
+    partial = home.with_suffix(_PARTIAL)
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        _check_room(dataset, partial)
+        for number in range(catalogue.num_extents):
+            _copy_extent(dataset, catalogue, number, partial / extent_name(number), stop)
+        (partial / "catalogue.json").write_text(json.dumps(catalogue.to_json()))
+        partial.rename(home)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return catalogue
+
+
+def _copy_extent(dataset: Dataset, catalogue: Catalogue, number: int, path: Path, stop: threading.Event) -> None:
+    offset = number * catalogue.samples_per_extent * catalogue.sample_bytes
+    end = offset + catalogue.samples_in(number) * catalogue.sample_bytes
+    with open(path, "xb") as file:
+        try:
+            # Reserved first: a write to a full tmpfs through a mapping would be a SIGBUS, not an error.
+            os.posix_fallocate(file.fileno(), 0, end - offset)
+        except OSError as error:
+            if error.errno == errno.ENOSPC:
+                raise _full(dataset, path.parent) from error
+            raise DataError(f"cannot write {path}: {error.strerror}") from error
+        while offset < end:
+            if stop.is_set():
+                raise DataError(f"dataset {dataset.spec}: the view was told to stop while it copied the samples")
+            block = dataset.read(offset, min(_COPY_BYTES, end - offset))
+            file.write(block)
+            offset += len(block)
+    path.chmod(0o400)
+
+
+def _check_room(dataset: Dataset, directory: Path) -> None:
+    if shutil.disk_usage(directory).free < dataset.num_bytes:
+        raise _full(dataset, directory)
+
+
+def _full(dataset: Dataset, directory: Path) -> ArenaFullError:
+    free = shutil.disk_usage(directory).free
+    return ArenaFullError(
+        f"dataset {dataset.spec} needs {dataset.num_bytes} bytes of shared memory, {free} are free: "
+        "free some (df -h /dev/shm), enlarge it (mount -o remount,size=...) or give a smaller dataset"
+    )

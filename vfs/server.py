@@ -1,0 +1,224 @@
+"""The process of the dataset view: `python -m tenplexrun.vfs.server '{"dir": ..., "socket": ..., "mode": "auto"}'`.
+
+`dir` is the node's directory: samples go to its `extents/`, the view to its `view/`. `socket` is the path of the
+control socket (protocol of `tenplexrun.channel`), `mode` one of auto, fuse, farm. What is shown is noted in
+`views.json`, so that a process started after a kill -9 shows the same again. SIGTERM and SIGINT unmount and end with
+exit code 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from tenplexrun import channel
+from tenplexrun.core.order import DataOrder
+from tenplexrun.errors import DataError, ProcessError, TenplexError, UsageError
+from tenplexrun.samples import Extents
+from tenplexrun.vfs import farm
+from tenplexrun.vfs.extents import load
+from tenplexrun.vfs.view import Directory, tree, window
+
+Record = dict[str, Any]
+MODES = ("auto", "fuse", "farm")
+_STOP_S = 5.0
+
+
+class Surface(Protocol):
+    """Where trees become visible: `vfs.mount.Mount` or `vfs.farm.Farm`."""
+
+    def start(self) -> None: ...
+    def show(self, group: str, name: str, directory: Directory, current: bool) -> None: ...
+    def drop(self, group: str, name: str) -> None: ...
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """`serving` answers the kernel as long as the view is mounted; a farm needs nobody."""
+
+    surface: Surface
+    mode: str
+    reason: str
+    serving: Callable[[], Awaitable[None]] | None = None
+    stop: Callable[[], None] = lambda: None
+
+
+def choose(mode: str, path: Path) -> Chosen:
+    """Mount, or fall back to files. Raises DataError where mode="fuse" and FUSE cannot be had."""
+    refused = "asked for"
+    if mode != "farm":
+        try:
+            return _mount(path)
+        except DataError as error:
+            refused = str(error)
+    if mode == "fuse":
+        raise DataError(f"{refused}; install FUSE, allow /dev/fuse, or let the view be files (mode farm)")
+    surface = farm.Farm(path)
+    surface.start()
+    return Chosen(surface, "farm", refused)
+
+
+def _mount(path: Path) -> Chosen:
+    if not os.path.exists("/dev/fuse"):
+        raise DataError("there is no /dev/fuse")
+    try:
+        from tenplexrun.vfs.mount import Mount
+    except ImportError as error:
+        raise DataError(f"pyfuse3 cannot be imported ({error})") from error
+    mount = Mount(path)
+    mount.start()
+    return Chosen(mount, "fuse", f"mounted at {path}", mount.run, mount.stop)
+
+
+class Views:
+    """What is shown, and the operations on it. One dataset is copied at a time, in a thread."""
+
+    def __init__(self, chosen: Chosen, home: Path) -> None:
+        self._chosen, self._home = chosen, home
+        self._shown: dict[tuple[int, int], list[Record]] = {}  # by round and dp rank
+        self._loaded: dict[str, Extents] = {}
+        self._lock = asyncio.Lock()
+        self._note = home / "views.json"
+        self.stopping = threading.Event()
+
+    async def handle(self, _: channel.Channel, op: str, args: Record) -> Record:
+        """Answer one request. Raises what the operation raises, DataError for an unknown one."""
+        if op == "hello":
+            return {"mode": self._chosen.mode, "reason": self._chosen.reason}
+        if op == "show":
+            return {"dir": await self.show(args)}
+        if op == "drop":
+            return self.drop(int(args["round"]))
+        if op == "describe":
+            return await self.describe(str(args["spec"]))
+        raise DataError(f"the dataset view knows no operation {op!r}; do all parts come from one installation?")
+
+    async def describe(self, spec: str) -> Record:
+        catalogue = (await self._load(spec)).catalogue
+        return {
+            "num_samples": catalogue.num_samples,
+            "sample_bytes": catalogue.sample_bytes,
+            "fingerprint": catalogue.fingerprint,
+        }
+
+    async def show(self, request: Record) -> str:
+        """Show one rank's share; asked twice for the same, the same directory. The first order of a round is its
+        `current` one. `num_samples` and `fingerprint` may be missing; DataError where they are not the dataset's."""
+        try:
+            number, rank, size = (int(request[name]) for name in ("round", "dp_rank", "dp_size"))
+            record, consumed = dict(request["order"]), int(request["consumed"])
+            extents = await self._load(str(record.pop("dataset")))
+        except (KeyError, TypeError, ValueError) as error:
+            raise DataError(f"not a request to show data: {request!r:.300} ({error!r})") from error
+        order = _complete(record, extents)
+        request = {**request, "order": {**request["order"], **order.to_json()}}
+        shown = self._shown.setdefault((number, rank), [])
+        if request not in shown:
+            limit = farm.MAX_BYTES // (extents.catalogue.sample_bytes + 16) if self._chosen.mode == "farm" else None
+            directory = tree(window(order, rank, size, consumed, limit), extents)
+            self._chosen.surface.show(_group(rank), _name(number, len(shown)), directory, current=not shown)
+            shown.append(request)
+            self._write_note()
+        return str(self._home / "view" / _group(rank) / _name(number, shown.index(request)))
+
+    def drop(self, number: int) -> Record:
+        for key in [key for key in self._shown if key[0] == number]:
+            for index in range(len(self._shown.pop(key))):
+                self._chosen.surface.drop(_group(key[1]), _name(number, index))
+        self._write_note()
+        return {}
+
+    async def restore(self) -> None:
+        """Show again what a predecessor showed that was killed."""
+        with contextlib.suppress(FileNotFoundError):
+            for request in json.loads(self._note.read_text()):
+                await self.show(request)
+
+    def close(self) -> None:
+        self.stopping.set()
+        self._note.unlink(missing_ok=True)
+
+    async def _load(self, spec: str) -> Extents:
+        async with self._lock:
+            if spec not in self._loaded:
+                self._loaded[spec] = await asyncio.to_thread(load, spec, self._home / "extents", self.stopping)
+            return self._loaded[spec]
+
+    def _write_note(self) -> None:
+        new = self._note.with_suffix(".new")
+        new.write_text(json.dumps([request for shown in self._shown.values() for request in shown]))
+        new.replace(self._note)
+
+
+def _group(dp_rank: int) -> str:
+    return f"dp-{dp_rank:04d}"
+
+
+def _name(round_number: int, index: int) -> str:
+    return f"round-{round_number}" if index == 0 else f"round-{round_number}.{index + 1}"
+
+
+def _complete(record: Record, extents: Extents) -> DataOrder:
+    record = {name: value for name, value in record.items() if value is not None and value != ""}
+    of_dataset = {"num_samples": extents.catalogue.num_samples, "fingerprint": extents.catalogue.fingerprint}
+    order = DataOrder.from_json({**of_dataset, **record})
+    DataOrder.from_json({**record, **of_dataset}).check_continues(order)
+    return order
+
+
+async def serve(home: Path, socket: str, mode: str) -> None:
+    """Run until SIGTERM or SIGINT. Raises ProcessError when somebody else unmounts the view."""
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    chosen = choose(mode, home / "view")
+    print(f"dataset view: {chosen.mode}: {chosen.reason}", file=sys.stderr, flush=True)
+    views = Views(chosen, home)
+    kernel = asyncio.ensure_future(chosen.serving() if chosen.serving else stop.wait())
+    try:
+        await views.restore()
+        await channel.serve(f"unix:{socket}", views.handle)
+        await asyncio.wait({kernel, asyncio.ensure_future(stop.wait())}, return_when=asyncio.FIRST_COMPLETED)
+        if not stop.is_set():
+            why = kernel.exception() or "somebody else unmounted it"
+            raise ProcessError(f"the dataset view {home / 'view'} has ended: {why}; start it again")
+    finally:
+        views.close()
+        chosen.stop()
+        await asyncio.wait({kernel}, timeout=_STOP_S)
+        chosen.surface.close()
+        Path(socket).unlink(missing_ok=True)
+
+
+def main() -> None:
+    """Read the configuration in argv[1] and serve. Errors are one line; the exit code is the error's."""
+    try:
+        asyncio.run(serve(*_configuration(sys.argv)))
+    except TenplexError as error:
+        print(f"dataset view: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+def _configuration(argv: list[str]) -> tuple[Path, str, str]:
+    try:
+        config = json.loads(argv[1])
+        home, socket, mode = Path(config["dir"]).resolve(), str(config["socket"]), str(config.get("mode", "auto"))
+    except (IndexError, KeyError, TypeError, ValueError) as error:
+        raise UsageError(f"the configuration should be one JSON object with dir, socket, mode: {error!r}") from None
+    if mode not in MODES:
+        raise UsageError(f"mode {mode!r} should be one of {', '.join(MODES)}")
+    return home, socket, mode
+
+
+if __name__ == "__main__":
+    main()
