@@ -81,7 +81,7 @@ class Loader:
             raise DataError("no batch to commit: take one with next_batch() first, commit it once")
         self._consumed = self._ahead.popleft()
 
-    def seek(self, consumed: int, saved: Mapping[str, Any] | None = None) -> None:
+    def begin(self, consumed: int, saved: Mapping[str, Any] | None = None) -> None:
         """Go on after `consumed` positions; batches taken ahead are forgotten. Raises DataError if the order `saved`
         with that number is of another dataset or shuffle."""
         if saved is not None:
