@@ -1,0 +1,1 @@
+"""What a training script uses. The only place (with the warm pool's child) that imports torch."""

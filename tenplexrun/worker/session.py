@@ -1,0 +1,90 @@
+"""One round of a job under an agent: declare the state, restore it, pass the boundaries."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+
+from tenplexrun.core.layout import Layout
+from tenplexrun.core.snapshots import arena_map
+from tenplexrun.errors import StateLostError
+from tenplexrun.worker.agent import Agent
+from tenplexrun.worker.boundary import Boundary
+from tenplexrun.worker.data import Loader
+from tenplexrun.worker.exchange import agree
+from tenplexrun.worker.launch import Launch, Place
+from tenplexrun.worker.slots import SlotWriter, Snapshot
+from tenplexrun.worker.state import State
+
+
+class Session:
+    """`begin` restores and gives the first step; then `before` each step, `committed` after it, `finish` at the end."""
+
+    def __init__(self, agent: Agent, launch: Launch, place: Place, state: State, loader: Loader) -> None:
+        self._agent, self._launch, self._place = agent, launch, place
+        self._state, self._loader = state, loader
+        self._start = 0
+
+    def begin(self) -> int:
+        """Agree on the layout, reserve slots, restore. Returns the step to go on with.
+
+        Raises LayoutError, ArenaFullError or StateLostError, on all ranks that it concerns.
+        """
+        self._agent.event("built")
+        layout = self._agree()
+        slots = self._agent.declare(layout, self._place.config)
+        self._start = self._restore(layout)
+        arena = arena_map(layout, self._place.config, self._launch.node_ranks)
+        own = [entry for entry in arena.entries if entry.writer == self._launch.rank]
+        writer = SlotWriter(slots, own, arena.num_bytes)
+        self._boundary = Boundary(self._agent, writer, self._launch.snapshot_every, self._read)
+        return self._start
+
+    def before(self, step: int) -> None:
+        """Returns when `step` may run. Raises RoundStopped."""
+        self._boundary.before(step, self._start)
+
+    def first_step_done(self, seconds: float) -> None:
+        self._agent.event("first_step", step=self._start, seconds=seconds)
+
+    def finish(self, step: int) -> None:
+        """All steps before `step` are done, and no more will come."""
+        self._boundary.after(step, self._start)
+        self._agent.done()
+
+    def _agree(self) -> Layout:
+        """The union of all ranks' layouts; on the way, that what a snapshot keeps once is the same on all."""
+        once = self._state.values()
+        once.pop("seed")
+        store = PrefixStore(f"tenplexrun/{self._launch.round}", _get_default_store())
+        return agree(store, self._launch.rank, self._launch.world_size, self._state.layout(), once)
+
+    def _restore(self, layout: Layout) -> int:
+        reply = self._agent.restore()
+        if reply["snapshot"] is None:
+            self._loader.begin(0)
+            return 0
+        began = time.monotonic()
+        snapshot = Snapshot(reply["index"])
+        targets = self._state.blank()
+        filled, num_bytes = snapshot.fill(targets, layout, self._place)
+        missing = sorted(set(targets) - set(filled) - self._state.stream_names)
+        if missing:
+            raise StateLostError(
+                f"snapshot {snapshot.index.snapshot} has no {', '.join(missing[:3])}"
+                f"{' and others' if len(missing) > 3 else ''}; restore the same model and optimizer, or start a new run"
+            )
+        values, step = reply["values"], int(reply["step"])
+        self._state.adopt(filled, values)
+        derived = self._state.adopt_streams(filled, int(values["seed"]), step)
+        self._loader.begin(int(reply["consumed"]), values["order"])
+        self._agent.event(
+            "restored", step=step, num_bytes=num_bytes, seconds=time.monotonic() - began, derived_seed=derived
+        )
+        return step
+
+    def _read(self, step: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        position = {"step": step, "consumed": self._loader.consumed, "order": self._loader.order.to_json()}
+        return self._state.read(), {**self._state.values(), **position}
