@@ -54,6 +54,7 @@ class PeerServer:
         if self._listener is not None:
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes accept()
             self._listener.close()
+            self._listener = None
 
     def _accept(self, listener: socket.socket) -> None:
         while True:

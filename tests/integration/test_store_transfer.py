@@ -1,0 +1,368 @@
+"""Regions over real sockets: between arenas of one test process, from good, bad, dead and silent sources."""
+
+import contextlib
+import math
+import socket
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from tenplexrun.core.arena import arena_map
+from tenplexrun.core.dtypes import item_bytes
+from tenplexrun.core.layout import Layout, Shard, TensorSpec
+from tenplexrun.core.parallel import ParallelConfig
+from tenplexrun.core.pieces import copies
+from tenplexrun.core.planner import plan_node
+from tenplexrun.core.ptc import PTC
+from tenplexrun.core.regions import Region
+from tenplexrun.core.snapshots import Claim, SnapshotId, holders_of
+from tenplexrun.errors import ArenaFullError, StateLostError, StoreError, WireError
+from tenplexrun.store import wire
+from tenplexrun.store.arena import Arena
+from tenplexrun.store.peers import PeerServer
+from tenplexrun.store.pulls import Order, PullJob
+from tenplexrun.store.sockets import receive_frame
+from tenplexrun.store.transfer import Peers
+
+TOKEN = "secret"
+LAYOUT = Layout(
+    (
+        TensorSpec("rows", (1536, 300), "float64", (Shard(0, "tp"),)),  # runs, long enough for sendfile
+        TensorSpec("columns", (1500, 1001), "float32", (Shard(1, "tp"),)),  # strided, several blocks
+        TensorSpec("half", (33, 7), "bfloat16", (Shard(0, "tp", "front"),)),
+        TensorSpec("wide", (4, 3), "complex128", (Shard(1, "tp"),)),
+        TensorSpec("mask", (17,), "bool"),
+        TensorSpec("count", (), "int64"),
+    )
+)
+TWO, ONE = ParallelConfig(tp=2), ParallelConfig()
+NUMPY = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
+
+
+def values_of(fqn: str) -> npt.NDArray[Any]:
+    """The whole tensor, as bits: every element is its own index (mod 2**bits), moved by the length of its name."""
+    spec = LAYOUT.spec(fqn)
+    numbers = np.arange(math.prod(spec.shape)) + len(fqn)
+    return numbers.astype(NUMPY[item_bytes(spec.dtype)]).reshape(spec.shape)
+
+
+class Node:
+    """An arena that serves its regions."""
+
+    def __init__(self, folder: Path, limit_bytes: int | None = None) -> None:
+        self.arena = Arena.open(folder, limit_bytes)
+        self.server = PeerServer(self.arena, TOKEN.encode(), timeout_s=5.0)
+        self.address = f"127.0.0.1:{self.server.start('127.0.0.1')}"
+
+    def hold(self, config: ParallelConfig, ranks: tuple[int, ...]) -> SnapshotId:
+        slots = self.arena.open_round(1, LAYOUT, Claim(config, ranks))
+        view = self.arena.file(slots[0].name).view
+        for entry in arena_map(LAYOUT, config, ranks).entries:
+            data = np.ascontiguousarray(values_of(entry.fqn)[entry.region.slices]).tobytes()
+            view[entry.offset : entry.offset + entry.num_bytes] = data
+        return self.arena.seal(1, 7, 0, {"step": 7, "consumed": 70, "lr": 0.1})
+
+    def pull(self, snapshot: SnapshotId, claim: Claim, fetches: list[dict[str, Any]], timeout_s: float = 5.0) -> Any:
+        record = {"snapshot": snapshot.to_json(), "layout": LAYOUT.to_json(), "claim": claim.to_json()}
+        order = Order.from_json({**record, "fetches": fetches})
+        return PullJob(self.arena, Peers(TOKEN, timeout_s), order).run()
+
+    def check(self, snapshot: SnapshotId, claim: Claim) -> None:
+        """All that `claim` says is here, to the bit."""
+        index = self.arena.get(snapshot)
+        for rank in claim.ranks:
+            for fqn, region in LAYOUT.regions_of(claim.config, rank).items():
+                dtype = NUMPY[item_bytes(LAYOUT.spec(fqn).dtype)]
+                out = np.zeros(region.lengths, dtype)
+                for copy in copies(region, [piece for piece in index.pieces if piece.fqn == fqn]):
+                    piece = copy.piece
+                    flat = np.frombuffer(
+                        self.arena.file(piece.file).view, dtype, piece.region.num_elements, piece.offset
+                    )
+                    out[copy.dest.slices] = flat.reshape(piece.region.lengths)[copy.source.slices]
+                np.testing.assert_array_equal(out, values_of(fqn)[region.slices], err_msg=f"{fqn} {region}")
+
+
+class Nodes:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.all: dict[str, Node] = {}
+
+    def add(self, name: str, limit_bytes: int | None = None) -> Node:
+        self.all[name] = Node(self._folder / name, limit_bytes)
+        return self.all[name]
+
+    def fetches(self, name: str, snapshot: SnapshotId, claim: Claim) -> list[dict[str, Any]]:
+        """What the planner has `name` fetch, with addresses and every other holder of a tensor as alternatives."""
+        holdings = {other: node.arena.inventory() for other, node in self.all.items()}
+        holders = holders_of(snapshot, holdings, LAYOUT)
+        target = PTC(LAYOUT, claim.config, (name,) * claim.config.world_size)
+        plan = plan_node(name, target, holders)
+        assert plan.num_bytes == plan.lower_bound_bytes
+        return [self._fetch(fetch.to_json(), name, holders) for fetch in plan.fetches]
+
+    def _fetch(self, record: dict[str, Any], name: str, holders: Mapping[str, Any]) -> dict[str, Any]:
+        others = [self.all[other].address for other in holders if other != name and record["fqn"] in holders[other]]
+        return {**record, "address": self.all[record["source"]].address, "alternatives": others}
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Nodes]:
+    made = Nodes(tmp_path)
+    yield made
+    for node in made.all.values():
+        node.server.close()
+
+
+def tensor_files(node: Node) -> list[str]:
+    return node.arena._files.names(".bin")
+
+
+WHOLE = Claim(ONE, (0,))
+
+
+def test_joiner_merges_what_two_nodes_hold(nodes: Nodes) -> None:
+    snapshot = nodes.add("a").hold(TWO, (0,))
+    assert nodes.add("b").hold(TWO, (1,)) == snapshot
+    joiner = nodes.add("c")
+    fetches = nodes.fetches("c", snapshot, WHOLE)
+    report = joiner.pull(snapshot, WHOLE, fetches)
+    assert report["num_bytes"] == LAYOUT.num_bytes
+    assert report["num_fetches"] == len(fetches)
+    joiner.check(snapshot, WHOLE)
+    index = joiner.arena.get(snapshot)
+    assert (index.values, index.consumed) == ({"step": 7, "consumed": 70, "lr": 0.1}, 70)
+    assert [(held.claims, held.except_) for held in joiner.arena.inventory()] == [((WHOLE,), ())]
+
+
+def test_survivor_keeps_what_it_has(nodes: Nodes) -> None:
+    survivor = nodes.add("a")
+    snapshot = survivor.hold(TWO, (0,))
+    nodes.add("b").hold(TWO, (1,))
+    fetches = nodes.fetches("a", snapshot, WHOLE)
+    assert survivor.pull(snapshot, WHOLE, fetches)["num_bytes"] < LAYOUT.num_bytes
+    survivor.check(snapshot, WHOLE)
+    assert {held.claims[0]: held.except_ for held in survivor.arena.inventory()} == {Claim(TWO, (0,)): (), WHOLE: ()}
+
+
+def test_split_takes_parts_of_whole_tensors(nodes: Nodes) -> None:
+    snapshot = nodes.add("a").hold(ONE, (0,))
+    for rank in (0, 1):
+        claim = Claim(TWO, (rank,))
+        joiner = nodes.add(f"j{rank}")
+        parts = [
+            {"fqn": fqn, "source": "a", "region": region.to_json(), "address": nodes.all["a"].address}
+            | {"num_bytes": region.num_elements * item_bytes(LAYOUT.spec(fqn).dtype)}
+            for fqn, region in LAYOUT.regions_of(TWO, rank).items()
+        ]
+        joiner.pull(snapshot, claim, parts)
+        joiner.check(snapshot, claim)
+
+
+def test_region_over_several_pieces_is_gathered(nodes: Nodes) -> None:
+    """A source that pulled its own state in parts serves any region of it."""
+    snapshot = nodes.add("a").hold(TWO, (0,))
+    nodes.add("b").hold(TWO, (1,))
+    nodes.add("c").pull(snapshot, WHOLE, nodes.fetches("c", snapshot, WHOLE))
+    region = Region((3, 400), (1490, 300))
+    fetch = {"fqn": "columns", "source": "c", "region": region.to_json(), "num_bytes": region.num_elements * 4}
+    last = nodes.add("d")
+    last.pull(snapshot, WHOLE, [{**fetch, "address": nodes.all["c"].address}])
+    (piece,) = last.arena.get(snapshot).pieces
+    data = np.frombuffer(last.arena.file(piece.file).view, np.uint32, region.num_elements).reshape(region.lengths)
+    np.testing.assert_array_equal(data, values_of("columns")[region.slices])
+
+
+def test_nothing_to_fetch_still_claims(nodes: Nodes) -> None:
+    node = nodes.add("a")
+    snapshot = node.hold(ONE, (0,))
+    claim = Claim(TWO, (0, 1))
+    assert node.pull(snapshot, claim, [])["num_bytes"] == 0
+    assert [held.claims for held in node.arena.inventory()] == [(WHOLE,), (claim,)]
+    with pytest.raises(WireError, match="no holder is known"):
+        nodes.add("b").pull(snapshot, claim, [])
+
+
+def test_dead_source_is_replaced(nodes: Nodes) -> None:
+    snapshot = nodes.add("a").hold(ONE, (0,))
+    nodes.add("b").hold(ONE, (0,))
+    joiner = nodes.add("c")
+    fetches = nodes.fetches("c", snapshot, WHOLE)
+    assert {fetch["source"] for fetch in fetches} == {"a", "b"}
+    nodes.all["a"].server.close()
+    joiner.pull(snapshot, WHOLE, fetches)
+    joiner.check(snapshot, WHOLE)
+
+
+def test_no_source_left_names_the_region_and_leaves_nothing(nodes: Nodes) -> None:
+    snapshot = nodes.add("a").hold(ONE, (0,))
+    joiner = nodes.add("c")
+    fetches = nodes.fetches("c", snapshot, WHOLE)
+    nodes.all["a"].arena.commit(2, 1)  # a newer commit: what was planned with is gone
+    with pytest.raises(WireError, match="not in this store"):
+        joiner.pull(snapshot, WHOLE, fetches)
+    assert tensor_files(joiner) == []
+    assert joiner.arena.inventory() == []
+
+
+def test_corrupt_source_is_no_source(nodes: Nodes) -> None:
+    """Corrupted after the inventory: the sealed checksum travels with a whole piece."""
+    snapshot = nodes.add("a").hold(ONE, (0,))
+    nodes.add("b").hold(ONE, (0,))
+    joiner = nodes.add("c")
+    fetches = nodes.fetches("c", snapshot, WHOLE)
+    bad = next(f for f in fetches if f["source"] == "a")
+    piece = next(piece for piece in nodes.all["a"].arena.get(snapshot).pieces if piece.fqn == bad["fqn"])
+    nodes.all["a"].arena.file(piece.file).view[piece.offset] ^= 1
+    whole = {**bad, "region": piece.region.to_json(), "num_bytes": piece.num_bytes}
+    with pytest.raises(WireError, match=f"{bad['fqn']}.*failed its checksum"):
+        joiner.pull(snapshot, WHOLE, [{**whole, "alternatives": []}])
+    assert tensor_files(joiner) == []
+    joiner.pull(snapshot, WHOLE, [whole])
+    (got,) = joiner.arena.get(snapshot).pieces
+    assert got.checksum == piece.checksum
+
+
+def test_full_arena_refuses_a_pull(nodes: Nodes) -> None:
+    snapshot = nodes.add("a").hold(ONE, (0,))
+    joiner = nodes.add("c", limit_bytes=1000)
+    with pytest.raises(ArenaFullError, match="1000 are free"):
+        joiner.pull(snapshot, WHOLE, nodes.fetches("c", snapshot, WHOLE))
+    assert tensor_files(joiner) == []
+
+
+def test_silent_source_is_given_up(nodes: Nodes) -> None:
+    snapshot = nodes.add("a").hold(ONE, (0,))
+    joiner = nodes.add("c")
+    fetches = nodes.fetches("c", snapshot, WHOLE)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        joiner.pull(snapshot, WHOLE, [{**f, "address": address, "alternatives": [f["address"]]} for f in fetches], 0.3)
+    joiner.check(snapshot, WHOLE)
+
+
+@contextlib.contextmanager
+def source_that_sends(reply: bytes) -> Iterator[str]:
+    """A peer that answers the first request of each connection with `reply` and hangs up."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    sock, _ = listener.accept()
+                    with sock, contextlib.suppress(WireError):
+                        receive_frame(sock, wire.REQUEST, 5.0)
+                        sock.sendall(reply)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join()
+
+
+OFFER = wire.encode_answer({"regions": [[8, "int64"]]})
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        b"",
+        b"HTTP/1.1 400 Bad Request\r\n\r\n",
+        wire.encode_answer({}),
+        wire.encode_answer({"regions": []}),
+        wire.encode_answer({"regions": [[9, "int64"]]}),
+        OFFER,
+        OFFER + b"1234",
+        OFFER + b"12345678",
+        OFFER + b"1234567812345678",
+        OFFER[:-1],
+        wire.encode_error(StateLostError("gone")),
+    ],
+)
+def test_nonsense_from_a_source_is_one_error(nodes: Nodes, reply: bytes) -> None:
+    joiner = nodes.add("c")
+    holder = nodes.add("a")
+    snapshot = holder.hold(ONE, (0,))
+    joiner.hold(ONE, (0,))
+    fetch = {"fqn": "count", "source": "x", "region": [[], []], "num_bytes": 8}
+    with source_that_sends(reply) as address:
+        with pytest.raises(WireError, match="1 of 1 regions did not arrive, the first is count"):
+            joiner.pull(snapshot, WHOLE, [{**fetch, "address": address}])
+        joiner.pull(snapshot, WHOLE, [{**fetch, "address": address, "alternatives": [holder.address]}])
+    joiner.check(snapshot, WHOLE)
+
+
+def test_cancelled_pull_ends_and_leaves_nothing(nodes: Nodes) -> None:
+    snapshot = nodes.add("a").hold(ONE, (0,))
+    joiner = nodes.add("c")
+    record = {"snapshot": snapshot.to_json(), "layout": LAYOUT.to_json(), "claim": WHOLE.to_json()}
+    job = PullJob(
+        joiner.arena,
+        Peers(TOKEN),
+        Order.from_json({**record, "fetches": nodes.fetches("c", snapshot, WHOLE)}),
+    )
+    job.cancel()
+    with pytest.raises(WireError, match="did not arrive"):
+        job.run()
+    assert tensor_files(joiner) == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"num_bytes": 9}, {"region": [[0], [1]]}, {"fqn": "nobody"}, {"region": [[5], [0]]}, {"address": ""}, {"x": 1}],
+)
+def test_fetches_that_do_not_fit_are_refused(nodes: Nodes, change: dict[str, Any]) -> None:
+    fetch = {"fqn": "count", "source": "x", "region": [[], []], "num_bytes": 8, "address": "127.0.0.1:1", **change}
+    with pytest.raises(Exception, match=r"\w") as caught:
+        nodes.add("c").pull(SnapshotId(1, 7, LAYOUT.digest), WHOLE, [fetch])
+    assert caught.type.__name__ in ("LayoutError", "StoreError")
+
+
+def test_wrong_token_is_refused(nodes: Nodes) -> None:
+    node = nodes.add("a")
+    snapshot = node.hold(ONE, (0,))
+    for token in ("", "secreT", "secret2", "\u00e9", "\ud800"):
+        with pytest.raises(WireError, match="token"):
+            Peers(token or " ", 5.0).ask([node.address], wire.Describe(snapshot), dict)
+
+
+def test_layouts_come_from_peers(nodes: Nodes) -> None:
+    nodes.add("a").hold(ONE, (0,))
+    empty = nodes.add("b")
+    addresses = ["127.0.0.1:1", empty.address, nodes.all["a"].address]
+    assert Peers(TOKEN, 5.0).layout(LAYOUT.digest, addresses) == LAYOUT
+    with pytest.raises(WireError, match="not in this store"):
+        Peers(TOKEN, 5.0).layout("unknown", addresses)
+
+
+def test_server_outlives_nonsense(nodes: Nodes) -> None:
+    node = nodes.add("a")
+    snapshot = node.hold(ONE, (0,))
+    host, port = node.address.split(":")
+    for nonsense in (b"GET / HTTP/1.1\r\n\r\n", b"\0" * 100, wire.PREFIX.pack(wire.MAGIC, 1, 1, 5) + b"[1,2]", b"T"):
+        with socket.create_connection((host, int(port)), 5.0) as sock:
+            sock.sendall(nonsense)
+            sock.shutdown(socket.SHUT_WR)
+            with contextlib.suppress(ConnectionResetError):
+                while sock.recv(1 << 16):
+                    pass
+    asked = {"token": TOKEN, "op": "read", "snapshot": snapshot.to_json()}
+    for fqn, region in (("count", [[0], [1]]), ("rows", [[0, 0], [9999, 9]]), ("x", [[], []]), ("mask", [[3], [0]])):
+        _, request = wire.parse_request({**asked, "regions": [[fqn, region]]})
+        with pytest.raises(WireError, match=node.address):
+            Peers(TOKEN, 5.0).ask([node.address], request, dict)
+    assert Peers(TOKEN, 5.0).ask([node.address], wire.Describe(snapshot), dict)["index"]["consumed"] == 70
+
+
+def test_listens_on_the_given_address_only(nodes: Nodes) -> None:
+    node = nodes.add("a")
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection(("127.0.0.2", int(node.address.split(":")[1])), 5.0)
+    with pytest.raises(StoreError, match="cannot listen"):
+        PeerServer(node.arena, b"t").start("192.0.2.1")
