@@ -68,6 +68,9 @@ class EtcdV2:
     async def delete(self, key: str, token: str | None = None) -> None:
         await self._run(lambda client: _delete(client, key, token))
 
+    async def delete_folder(self, prefix: str) -> None:
+        await self._run(lambda client: _delete_folder(client, prefix))
+
     async def list(self, prefix: str) -> Mapping[str, KeyValue]:
         return (await self._run(lambda client: _tree(client, prefix)))[0]
 
@@ -292,6 +295,11 @@ def _delete(client: etcd.Client, key: str, token: str | None) -> None:
             with contextlib.suppress(etcd.EtcdCompareFailed):  # for example a refreshed lease
                 client.delete(ROOT + key, prevIndex=index)
                 return
+
+
+def _delete_folder(client: etcd.Client, prefix: str) -> None:
+    with contextlib.suppress(etcd.EtcdKeyNotFound):
+        client.delete(ROOT + prefix, recursive=True)
 
 
 def _watch(

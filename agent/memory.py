@@ -104,6 +104,10 @@ class MemoryCoordination:
             raise CompareFailedError(f"somebody else has changed the key {key} first")
         self._store.remove(key)
 
+    async def delete_folder(self, prefix: str) -> None:
+        for key in self._store.content(prefix):
+            self._store.remove(key)
+
     async def list(self, prefix: str) -> Mapping[str, KeyValue]:
         return self._store.content(prefix)
 

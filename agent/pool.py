@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import socket
 import time
 from collections.abc import Sequence
@@ -35,7 +36,8 @@ class Pool:
         self._packets: Packets | None = None
         self._listener: socket.socket | None = None
         self._pids: set[int] = set()  # forked and not yet reported as ended
-        self._early: set[int] = set()  # reported as ended before `spawn` has learnt of them
+        self._spawning = 0
+        self._held_back: list[WorkerExit] = []  # exits while `spawn` runs: its caller does not know the pids yet
         self._restart: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -63,18 +65,22 @@ class Pool:
         return int(self._listener.getsockname()[1])
 
     async def spawn(self, workers: Sequence[WorkerSpec], host_store: bool) -> list[int]:
-        """Fork one process each, in order, and return pids. An exit may be on `exits` before this returns.
+        """Fork one process each, in order, and return pids. Their exits come on `exits` after the caller has them.
 
         Raises ProcessError when the pool can't fork or has died; what was forked is then the sweep's.
         """
         packets = await self._alive()
-        self._early.clear()
-        if host_store:
-            await self._host_store(packets)
-        replies = await asyncio.gather(*(self._fork(packets, worker) for worker in workers))
-        pids = [int(reply["pid"]) for reply in replies]
-        self._pids.update(set(pids) - self._early)
-        return pids
+        self._spawning += 1
+        try:
+            if host_store:
+                await self._host_store(packets)
+            replies = await asyncio.gather(*(self._fork(packets, worker) for worker in workers))
+            pids = [int(reply["pid"]) for reply in replies]
+            self._pids.update(pids)
+            return pids
+        finally:
+            self._spawning -= 1
+            asyncio.get_running_loop().call_soon(self._release_exits)
 
     def signal(self, pid: int, signum: int) -> None:
         """Signal a worker; nothing happens if it has ended (a reused pid is never hit)."""
@@ -135,15 +141,21 @@ class Pool:
             self.failed_imports = record["failed"]
             self.ready.set()
         elif record["op"] == "exit":
-            pid = record["pid"]
-            self._early.add(pid)
-            self._pids.discard(pid)
-            self.exits.put_nowait(WorkerExit(pid, record["code"], record["at"]))
+            self._held_back.append(WorkerExit(record["pid"], record["code"], record["at"]))
+            self._release_exits()
+
+    def _release_exits(self) -> None:
+        if self._spawning == 0:
+            for exit_ in self._held_back:
+                self._pids.discard(exit_.pid)
+                self.exits.put_nowait(exit_)
+            self._held_back.clear()
 
     def _on_end(self) -> None:
-        for pid in sorted(self._pids):  # they died with it (PDEATHSIG), unseen
-            self.exits.put_nowait(WorkerExit(pid, -9, time.time()))
-        self._pids.clear()
+        told = {exit_.pid for exit_ in self._held_back}
+        died = sorted(self._pids - told)  # with it (PDEATHSIG), unseen
+        self._held_back += [WorkerExit(pid, -signal.SIGKILL, time.time()) for pid in died]
+        self._release_exits()
         if self.ready.is_set():  # one that never got ready would not the next time either
             self.ready.clear()
             self._restart = asyncio.ensure_future(self._start_again())

@@ -133,6 +133,19 @@ def test_list_is_recursive_and_bounded_by_the_folder(check: Callable[[Test], Non
     check(test)
 
 
+def test_delete_folder(check: Callable[[Test], None]) -> None:
+    async def test(one: Coordination, two: Coordination, folder: str, _: object) -> None:
+        await one.delete_folder(f"{folder}/a")
+        for name in ("a/x", "a/deep/y", "ab/z"):
+            await one.put(f"{folder}/{name}", name)
+        lease = await one.hold(f"{folder}/a/members/n", "me", 1)
+        await two.delete_folder(f"{folder}/a")
+        assert values(await one.list(folder)) == {f"{folder}/ab/z": "ab/z"}
+        await asyncio.wait_for(lease.lost.wait(), 10)
+
+    check(test)
+
+
 def test_watch_shows_all_now_and_after_each_change(check: Callable[[Test], None]) -> None:
     async def test(one: Coordination, two: Coordination, folder: str, _: object) -> None:
         watch = two.watch(f"{folder}/w")
