@@ -19,6 +19,7 @@ from pathlib import Path
 from tenplexrun.core.records import Record
 from tenplexrun.errors import ArenaFullError, StoreError
 
+MADV_POPULATE_WRITE = 23
 TENSORS = ".bin"
 """Suffix of files that hold tensors; they count against the limit."""
 
@@ -29,7 +30,10 @@ class MappedFile:
     def __init__(self, path: Path) -> None:
         self.fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self.fd)
-        self.view = memoryview(mmap.mmap(self.fd, 0))
+        memory = mmap.mmap(self.fd, 0)
+        with contextlib.suppress(OSError):  # Linux before 5.14: pages are then mapped one by one, on first touch
+            memory.madvise(MADV_POPULATE_WRITE)
+        self.view = memoryview(memory)
 
 
 class Files:

@@ -41,7 +41,7 @@ LAYOUT = Layout(
     )
 )
 TWO, ONE = ParallelConfig(tp=2), ParallelConfig()
-NUMPY = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
+NUMPY: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 
 
 def values_of(fqn: str) -> npt.NDArray[Any]:
@@ -78,10 +78,10 @@ class Node:
         for rank in claim.ranks:
             for fqn, region in LAYOUT.regions_of(claim.config, rank).items():
                 dtype = NUMPY[item_bytes(LAYOUT.spec(fqn).dtype)]
-                out = np.zeros(region.lengths, dtype)
+                out: npt.NDArray[Any] = np.zeros(region.lengths, dtype)
                 for copy in copies(region, [piece for piece in index.pieces if piece.fqn == fqn]):
                     piece = copy.piece
-                    flat = np.frombuffer(
+                    flat: npt.NDArray[Any] = np.frombuffer(
                         self.arena.file(piece.file).view, dtype, piece.region.num_elements, piece.offset
                     )
                     out[copy.dest.slices] = flat.reshape(piece.region.lengths)[copy.source.slices]
