@@ -49,6 +49,7 @@ class Agent:
     ) -> None:
         self._launch, self._coordination, self._services, self._desk = launch, coordination, services, desk
         self._died = died
+        self.on_joined: Callable[[str], None] = lambda key: None
         self._member = launch.member
         self._machine = Lifecycle(self._member.node)
         self._queue: asyncio.Queue[lc.Event] = asyncio.Queue()
@@ -82,6 +83,7 @@ class Agent:
         self._folder, self._lease = await join_run(
             self._coordination, self._launch.run_id, self._member, self._launch.lease_s
         )
+        self.on_joined(self._lease.key)
         events, member = self._services.events, self._member
         events.emit("joined", folder=self._folder, link=member.link, store=member.store, workers=member.num_workers)
         settings, lease_s = self._launch.settings, self._launch.lease_s

@@ -107,11 +107,8 @@ class Session:
         """With --data: the view of each dp rank of this node, before its workers start."""
         if self._services.data is None:
             return {}
-        consumed = 0
-        for source in (self.round.sources or {}).values():
-            consumed = max(consumed, source.holding.consumed)
         dp_ranks = sorted({self._coord(local_rank)["dp"] for local_rank in range(self._mine.num_workers)})
-        return {dp_rank: await self._show(dict(self._services.data), dp_rank, consumed) for dp_rank in dp_ranks}
+        return {dp_rank: await self._show(self._services.data, dp_rank) for dp_rank in dp_ranks}
 
     # --- what workers ask -----------------------------------------------------------------------------------------
 
@@ -126,8 +123,7 @@ class Session:
             await self._on_sealed(int(args["step"]), int(args["slot"]), args.get("values"))
             return {}
         if op == "view":
-            restored = await self._restoring()
-            return {"dir": await self._show(args["order"], self._coord(local_rank)["dp"], restored.consumed)}
+            return {"dir": await self._show(args["order"], self._coord(local_rank)["dp"])}
         if op == "event":
             self._services.events.emit("worker", round=self.round.number, local_rank=local_rank, **args)
             return {}
@@ -160,7 +156,8 @@ class Session:
         self._services.links.report(number, step)
         self._services.events.emit("sealed", round=number, step=step)
 
-    async def _show(self, order: Mapping[str, Any], dp_rank: int, consumed: int) -> str:
+    async def _show(self, order: Mapping[str, Any], dp_rank: int) -> str:
+        consumed = max((source.holding.consumed for source in (self.round.sources or {}).values()), default=0)
         key = (dp_rank, json.dumps(order, sort_keys=True))
         if key not in self._views:
             showing = self._services.view.show(

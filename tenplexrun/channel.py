@@ -149,9 +149,7 @@ async def serve(
 
     kind, target = _split(address)
     if kind == "unix":
-        server: asyncio.AbstractServer = await asyncio.start_unix_server(
-            accept, str(target), limit=MAX_LINE_BYTES
-        )
+        server: asyncio.AbstractServer = await asyncio.start_unix_server(accept, str(target), limit=MAX_LINE_BYTES)
         return server, address
     host, port = target
     tcp = await asyncio.start_server(accept, host, port, limit=MAX_LINE_BYTES)

@@ -1,0 +1,76 @@
+"""Where the nodes of a run meet: an etcd that runs already, or one that this node hosts."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from pathlib import Path
+
+from tenplexrun.agent.embedded import EmbeddedEtcd, reachable
+from tenplexrun.agent.processes import Processes
+from tenplexrun.channel import split_host_port
+from tenplexrun.errors import CoordinationError, ProcessError
+
+LOOPBACK = "127.0.0.1"
+HOST_TIMEOUT_S = 60.0
+ETCD_TIMEOUT_S = 5.0
+RETRY_S = 0.3
+
+
+def own_host(endpoint: str | None, local_addr: str | None) -> str:
+    """The address that others reach this node by: as given, else the one that leads to the endpoint."""
+    if local_addr is not None:
+        return local_addr
+    if endpoint is None:
+        return LOOPBACK
+    host, port = split_host_port(endpoint)
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port or 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # sends nothing: it only asks for the route
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise CoordinationError(f"no route to the rendezvous endpoint {endpoint}: {error}") from None
+
+
+async def find_endpoint(
+    backend: str, endpoint: str | None, local_addr: str | None, processes: Processes, node_dir: Path
+) -> str:
+    """Address of a living etcd for the run. Starts one where the endpoint is this node's, or none is named.
+
+    Raises CoordinationError when nothing answers there in time.
+    """
+    if endpoint is None:
+        return (await EmbeddedEtcd.start(processes, node_dir, local_addr or LOOPBACK)).endpoint
+    host, port = split_host_port(endpoint)
+    embedded = not backend.startswith("etcd")
+    if embedded and port == 0:
+        return (await EmbeddedEtcd.start(processes, node_dir, host, 0)).endpoint
+    deadline = time.monotonic() + (HOST_TIMEOUT_S if embedded else ETCD_TIMEOUT_S)
+    while not await reachable(endpoint):
+        if embedded and _is_own(host, local_addr):
+            try:
+                return (await EmbeddedEtcd.start(processes, node_dir, host, port)).endpoint
+            except ProcessError:
+                if not await reachable(endpoint):  # else another agent of this machine was faster
+                    raise
+        if time.monotonic() > deadline:
+            raise CoordinationError(
+                f"no etcd answers at {endpoint}; start it, or the node that hosts it, or correct --rdzv-endpoint"
+            )
+        await asyncio.sleep(RETRY_S)
+    return endpoint
+
+
+def _is_own(host: str, local_addr: str | None) -> bool:
+    """Whether `host` is this node: as told by --local-addr, else an address of this machine."""
+    if local_addr is not None:
+        return host == local_addr
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family) as probe:
+            probe.bind(address)
+            return True
+    except OSError:
+        return False

@@ -1,0 +1,215 @@
+"""`tenplexrun`: reads the command line, puts the parts of a node together, and runs its agent. The composition root."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from tenplexrun import channel
+from tenplexrun.agent.app import Agent, Launch
+from tenplexrun.agent.desk import Desk
+from tenplexrun.agent.environment import NodeFacts
+from tenplexrun.agent.etcd_v2 import EtcdV2
+from tenplexrun.agent.events import EventLog
+from tenplexrun.agent.links import Links
+from tenplexrun.agent.logs import WorkerLogs
+from tenplexrun.agent.meeting import find_endpoint, own_host
+from tenplexrun.agent.pool import Pool
+from tenplexrun.agent.processes import Processes, module_command
+from tenplexrun.agent.rendezvous import launch_token, read_secret
+from tenplexrun.agent.script import Command
+from tenplexrun.agent.session import NodeServices
+from tenplexrun.agent.sweep import make_node_dir, sweep
+from tenplexrun.config import JobSpec, parse
+from tenplexrun.core.membership import Settings
+from tenplexrun.core.rounds import Member, Verdict
+from tenplexrun.errors import TenplexError
+from tenplexrun.store.client import StoreClient
+from tenplexrun.vfs.client import ViewClient
+
+KINDS = {"path": "script", "module": "module", "exec": "program"}
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Entry point of the command. Users' faults end in one line and a documented exit code."""
+    try:
+        spec = parse(sys.argv[1:] if argv is None else argv, os.environ)
+        verdict = asyncio.run(_run(spec))
+    except TenplexError as error:
+        print(f"tenplexrun: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    sys.exit(verdict.code)
+
+
+async def _run(spec: JobSpec) -> Verdict:
+    secret = read_secret(Path(spec.secret_file))
+    sweep()
+    node = uuid.uuid4().hex[:8]
+    events = EventLog(node, _events_path(spec, node))
+    node_dir = make_node_dir(node)
+    processes = await Processes.start(node_dir)
+    try:
+        verdict = await _Node(spec, node, node_dir, processes, events, launch_token(secret, spec.run_id)).run()
+        _tell(events, verdict)
+        return verdict
+    finally:
+        await processes.close()
+        events.close()
+
+
+def _events_path(spec: JobSpec, node: str) -> Path | None:
+    if spec.events is not None:
+        return Path(spec.events)
+    return None if spec.log_dir is None else Path(spec.log_dir) / f"events-{node}.jsonl"
+
+
+def _tell(events: EventLog, verdict: Verdict) -> None:
+    events.emit("verdict", code=verdict.code, message=verdict.message)
+    events.say(f"ended with exit code {verdict.code}: {verdict.message}")
+    if verdict.failure is not None:
+        for line in verdict.failure.stderr:
+            print(f"    {line}", file=sys.stderr)
+
+
+@dataclass
+class _Node:
+    """The processes and adapters of one node."""
+
+    spec: JobSpec
+    node: str
+    node_dir: Path
+    processes: Processes
+    events: EventLog
+    token: str
+
+    async def run(self) -> Verdict:
+        spec = self.spec
+        (self.node_dir / "token").touch(mode=0o600)
+        (self.node_dir / "token").write_text(self.token)
+        died: asyncio.Queue[str] = asyncio.Queue()
+        command = Command(KINDS[spec.entry], spec.command, os.getcwd())  # type: ignore[arg-type]
+        pool = Pool(self.processes, command)
+        host = own_host(spec.endpoint, spec.local_addr)
+        await asyncio.gather(pool.start(), self._start_store(host), self._start_view())
+        watching = asyncio.ensure_future(self._keep_alive(host, died))
+        store = StoreClient(str(self.node_dir / "store.sock"))
+        view = ViewClient(str(self.node_dir / "view.sock"))
+        links, desk, logs = Links(self.node, self.token), Desk(), WorkerLogs(spec.log_dir)
+        endpoint = await find_endpoint(spec.backend, spec.endpoint, spec.local_addr, self.processes, self.node_dir)
+        coordination = EtcdV2([endpoint])
+        try:
+            store_address = channel.join_host_port(host, await store.hello())
+            shown = await view.hello()
+            self.events.say(f"etcd at {endpoint}; data shown by {shown['mode']} ({shown['reason']}); {self._limits()}")
+            self.events.emit("started", pid=os.getpid(), endpoint=endpoint, view=shown["mode"], dir=str(self.node_dir))
+            await desk.start(f"unix:{self.node_dir / 'agent.sock'}")
+            member = Member(self.node, host, await links.start(host), store_address, spec.num_workers, spec.node_rank)
+            services = NodeServices(
+                host=host,
+                facts=self._facts(store_address),
+                control=self.node_dir / "control",
+                pool=pool,
+                store=store,
+                view=view,
+                links=links,
+                logs=logs,
+                events=self.events,
+                data=await self._data(view),
+            )
+            await pool.ready.wait()
+            launch = Launch(spec.run_id, member, self._settings(), spec.timeouts.lease_s)
+            agent = Agent(launch, coordination, services, desk, died)
+            agent.on_joined = lambda key: self.processes.set_cleanup(coordination.delete_urls(key))
+            return await agent.run()
+        finally:
+            watching.cancel()
+            await desk.close()
+            await links.close()
+            await pool.close()
+            await coordination.close()
+
+    def _settings(self) -> Settings:
+        spec, times = self.spec, self.spec.timeouts
+        return Settings(
+            min_nodes=spec.min_nodes,
+            max_nodes=spec.max_nodes,
+            max_restarts=spec.max_restarts,
+            sizes=spec.sizes,
+            join_window_s=times.join_window_s,
+            rendezvous_timeout_s=times.rendezvous_s,
+            gather_timeout_s=times.grace_s + 30,
+            park_timeout_s=times.grace_s + 30,
+        )
+
+    def _facts(self, store_address: str) -> NodeFacts:
+        spec = self.spec
+        return NodeFacts(
+            run_id=spec.run_id,
+            role=spec.role,
+            max_restarts=spec.max_restarts,
+            snapshot_every=spec.snapshot_every,
+            grace_s=spec.timeouts.grace_s,
+            store=store_address,
+            token_file=str(self.node_dir / "token"),
+            agent=f"unix:{self.node_dir / 'agent.sock'}",
+            control=str(self.node_dir / "control"),
+        )
+
+    def _limits(self) -> str:
+        times = self.spec.timeouts
+        return (
+            f"a silent node is given up after {times.lease_s:g} s, a stop has {times.grace_s:g} s of grace, "
+            f"joins are gathered for {times.join_window_s:g} s, too few nodes wait {times.rendezvous_s:g} s"
+        )
+
+    async def _data(self, view: ViewClient) -> dict[str, object] | None:
+        data = self.spec.data
+        if data is None:
+            return None
+        described = await view.describe(data.dataset)
+        return {
+            "dataset": data.dataset,
+            "num_samples": described["num_samples"],
+            "fingerprint": described["fingerprint"],
+            "seed": data.seed,
+            "global_batch": data.global_batch,
+            "micro_batch": data.micro_batch,
+        }
+
+    # --- processes ------------------------------------------------------------------------------------------------
+
+    async def _start_store(self, host: str) -> None:
+        config = {
+            "dir": str(self.node_dir),
+            "host": host,
+            "token_file": str(self.node_dir / "token"),
+            "socket": str(self.node_dir / "store.sock"),
+        }
+        await self.processes.spawn("store", module_command("tenplexrun.store.server", json.dumps(config)))
+
+    async def _start_view(self) -> None:
+        config = {
+            "dir": str(self.node_dir),
+            "socket": str(self.node_dir / "view.sock"),
+            "mode": self.spec.view_mode,
+        }
+        await self.processes.spawn("view", module_command("tenplexrun.vfs.server", json.dumps(config)))
+
+    async def _keep_alive(self, host: str, died: asyncio.Queue[str]) -> None:
+        """Start store and view again when they die; what cannot be replaced ends this node."""
+        while True:
+            ended = await self.processes.exits.get()
+            self.events.emit("process_ended", name=ended.name, code=ended.code)
+            if ended.name == "store":
+                await self._start_store(host)
+            elif ended.name == "view":
+                await self._start_view()
+            elif ended.name in ("etcd", "guardian"):
+                died.put_nowait(f"the {ended.name} of this node ended with {ended.code}; start the node again")

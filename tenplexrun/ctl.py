@@ -1,0 +1,162 @@
+"""`tenplexctl`: what users ask of a running job, and of what it wrote."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from tenplexrun.agent.etcd_v2 import EtcdV2
+from tenplexrun.agent.rendezvous import current_epoch
+from tenplexrun.core import report, rounds
+from tenplexrun.core.rounds import Request, Round
+from tenplexrun.errors import RendezvousTimeoutError, TenplexError, UsageError
+from tenplexrun.ports import Coordination, KeyValue
+
+POLL_S = 0.1
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Entry point of the command."""
+    try:
+        args = _parser().parse_args(argv)
+        sys.exit(args.run(args))
+    except TenplexError as error:
+        print(f"tenplexctl: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except BrokenPipeError:
+        sys.exit(0)
+
+
+def _parser() -> argparse.ArgumentParser:
+    root = argparse.ArgumentParser(prog="tenplexctl", allow_abbrev=False, description="Looks at and steers jobs.")
+    commands = root.add_subparsers(required=True, metavar="COMMAND")
+
+    def job_command(name: str, text: str, run: Any) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+        command.add_argument("--rdzv-endpoint", required=True, metavar="HOST:PORT", help="the job's etcd")
+        command.add_argument("--rdzv-id", default="none", metavar="ID", help="name of the job")
+        command.set_defaults(run=run)
+        return command
+
+    status = job_command("status", "what the job is doing now", _status)
+    status.add_argument("--json", action="store_true", help="the records themselves")
+    resize = job_command("resize", "change the parallelism; the job goes on from the same step", _resize)
+    for axis in ("pp", "cp", "ep", "tp"):
+        resize.add_argument(f"--{axis}", type=int, default=None, help=f"new size of the axis {axis}")
+    resize.add_argument("--wait", type=float, default=60.0, metavar="S", help="seconds to wait for it (default 60)")
+    table = commands.add_parser("report", help="what each round cost, from the nodes' event files")
+    table.add_argument("events", nargs="+", help="files written with --events or --log-dir")
+    table.set_defaults(run=_report)
+    tail = commands.add_parser("events", help="the events of all nodes in order, for people")
+    tail.add_argument("events", nargs="+", help="files written with --events or --log-dir")
+    tail.set_defaults(run=_events)
+    return root
+
+
+# --- of a running job ---------------------------------------------------------------------------------------------
+
+
+def _status(args: argparse.Namespace) -> int:
+    content = asyncio.run(_with_job(args, _content))
+    if args.json:
+        print(json.dumps({key: json.loads(found.value) for key, found in content.items()}, indent=2))
+        return 0
+    members = {
+        key.rsplit("/", 1)[1]: rounds.member_from_json(record) for key, record in _in(content, "members").items()
+    }
+    round_ = _round(content)
+    if round_ is None:
+        print(f"waiting for nodes; {len(members)} here")
+    else:
+        snapshot = f", went on from step {round_.snapshot.step}" if round_.snapshot else ""
+        print(f"round {round_.number} {round_.phase} at {round_.parallel}{snapshot}; {round_.cause.detail}")
+    for node, member in sorted(members.items()):
+        part = None if round_ is None else round_.participant(node)
+        role = "waits" if part is None else f"ranks {part.first_rank}-{part.first_rank + part.num_workers - 1}"
+        print(f"  node {node} [{member.host}]  {member.num_workers} workers  {role}")
+    return 0
+
+
+def _resize(args: argparse.Namespace) -> int:
+    sizes = {axis: getattr(args, axis) for axis in ("pp", "cp", "ep", "tp") if getattr(args, axis) is not None}
+    if not sizes or min(sizes.values()) < 1:
+        raise UsageError("resize needs at least one of --pp, --cp, --ep, --tp, each at least 1")
+
+    async def ask(coordination: Coordination, folder: str) -> str:
+        request = Request(uuid.uuid4().hex[:8], "resize", sizes=sizes)
+        await coordination.put(f"{folder}/requests/{request.id}", json.dumps(rounds.to_json(request)))
+        deadline = time.monotonic() + args.wait
+        while time.monotonic() < deadline:
+            answer = await coordination.get(f"{folder}/answers/{request.id}")
+            if answer is not None:
+                return answer.value
+            await asyncio.sleep(POLL_S)
+        raise RendezvousTimeoutError(f"no answer within {args.wait:g} s; the job is between two rounds: look at status")
+
+    answer = asyncio.run(_with_job(args, ask))
+    print(answer)
+    return 0 if answer.startswith("accepted") else UsageError.exit_code
+
+
+async def _with_job(args: argparse.Namespace, work: Any) -> Any:
+    coordination = EtcdV2([args.rdzv_endpoint])
+    try:
+        folder = await current_epoch(coordination, args.rdzv_id)
+        if folder is None:
+            raise UsageError(f"no job {args.rdzv_id!r} runs at {args.rdzv_endpoint}; name it with --rdzv-id")
+        return await work(coordination, folder)
+    finally:
+        await coordination.close()
+
+
+async def _content(coordination: Coordination, folder: str) -> Mapping[str, KeyValue]:
+    return await coordination.list(folder)
+
+
+def _in(content: Mapping[str, KeyValue], kind: str) -> dict[str, dict[str, Any]]:
+    return {key: json.loads(found.value) for key, found in content.items() if f"/{kind}/" in key}
+
+
+def _round(content: Mapping[str, KeyValue]) -> Round | None:
+    found = next((value for key, value in content.items() if key.endswith("/round")), None)
+    return None if found is None else rounds.round_from_json(json.loads(found.value))
+
+
+# --- of event files -----------------------------------------------------------------------------------------------
+
+
+def read_events(paths: Sequence[str]) -> list[dict[str, Any]]:
+    """The events of several files, in order of time; a last line that a crash cut off is left out."""
+    found: list[dict[str, Any]] = []
+    for path in paths:
+        try:
+            lines = Path(path).read_text(encoding="utf-8").splitlines()
+        except OSError as error:
+            raise UsageError(f"cannot read events from {path}: {error.strerror}") from None
+        for number, line in enumerate(lines):
+            try:
+                found.append(json.loads(line))
+            except ValueError:
+                if number != len(lines) - 1:
+                    raise UsageError(f"{path}:{number + 1} is no JSON event") from None
+    return sorted(found, key=lambda event: float(event["t"]))
+
+
+def _report(args: argparse.Namespace) -> int:
+    print(report.table(report.rows(read_events(args.events))))
+    return 0
+
+
+def _events(args: argparse.Namespace) -> int:
+    for event in read_events(args.events):
+        stamp = time.strftime("%H:%M:%S", time.localtime(event["t"])) + f".{int(event['t'] * 1000) % 1000:03d}"
+        rest = " ".join(f"{key}={value}" for key, value in event.items() if key not in ("t", "node", "event"))
+        print(f"{stamp} {event['node']} {event['event']} {rest}")
+    return 0
