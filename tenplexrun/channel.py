@@ -17,10 +17,11 @@ import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from tenplexrun.errors import TenplexError, WireError, from_wire, to_wire
+from tenplexrun.errors import ProcessError, TenplexError, WireError, from_wire, to_wire
 
 PROTOCOL = 1
 MAX_LINE_BYTES = 64 << 20
+_RETRY_S = 0.01
 Record = dict[str, Any]
 Handler = Callable[["Channel", str, Record], Awaitable[Record | None]]
 
@@ -154,6 +155,40 @@ async def serve(
     host, port = target
     tcp = await asyncio.start_server(accept, host, port, limit=MAX_LINE_BYTES)
     return tcp, join_host_port(host, tcp.sockets[0].getsockname()[1])
+
+
+class Caller:
+    """The asking end of a server that may be started later, and again: connects when first used and when it must.
+
+    `name` is what users know the server as.
+    """
+
+    def __init__(self, address: str, name: str, timeout_s: float = 120.0) -> None:
+        self._address, self._name, self._timeout_s = address, name, timeout_s
+        self._channel: Channel | None = None
+        self._connecting = asyncio.Lock()
+
+    async def request(self, op: str, /, timeout_s: float | None = None, **args: Any) -> Record:
+        """Raises what the server raised, WireError where it is gone or silent too long."""
+        async with self._connecting:
+            if self._channel is None or self._channel.closed:
+                self._channel = await connect(self._address)
+        return await self._channel.request(op, timeout_s or self._timeout_s, **args)
+
+    async def hello(self, timeout_s: float = 20.0) -> Record:
+        """Wait until the server answers "hello". Raises ProcessError when it does not in time."""
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while True:
+            try:
+                return await self.request("hello")
+            except WireError as error:
+                if asyncio.get_running_loop().time() > deadline:
+                    raise ProcessError(f"{self._name} did not start within {timeout_s:g} s: {error}") from error
+            await asyncio.sleep(_RETRY_S)
+
+    async def close(self) -> None:
+        if self._channel is not None:
+            await self._channel.close()
 
 
 class BlockingChannel:
