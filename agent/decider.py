@@ -37,7 +37,7 @@ class Decider:
         self._fetch_layout, self._events, self._lease_s = fetch_layout, events, lease_s
         self._content: Mapping[str, KeyValue] = {}
         self._news = asyncio.Event()
-        self._written: KeyValue | None = None
+        self._written: tuple[str | None, KeyValue] | None = None  # token that we replaced, and what by
         self._seen: dict[str, float] = {}
         self._since: tuple[object, float] = (None, 0.0)
         self._layouts: dict[str, Layout] = {}
@@ -136,9 +136,9 @@ class Decider:
         key, text = f"{self._folder}/round", json.dumps(rounds.to_json(document))
         current = self._current()
         if current is None:
-            self._written = await self._coordination.create(key, text)
+            self._written = (None, await self._coordination.create(key, text))
         else:
-            self._written = await self._coordination.swap(key, text, current.token)
+            self._written = (current.token, await self._coordination.swap(key, text, current.token))
         self._events.emit(
             "round",
             number=document.number,
@@ -156,8 +156,10 @@ class Decider:
     def _current(self) -> KeyValue | None:
         """The round document: as watched, or as written by us if the watch is behind."""
         watched = self._content.get(f"{self._folder}/round")
-        if self._written is not None and (watched is None or int(watched.token) < int(self._written.token)):
-            return self._written
+        if self._written is not None:
+            replaced, written = self._written
+            if replaced == (watched.token if watched else None):
+                return written
         return watched
 
     def _view(self, link: str, now: float) -> View:

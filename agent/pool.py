@@ -23,7 +23,8 @@ BACKLOG = 4096
 
 
 class Pool:
-    """Forks workers that run `command`. A pool process that dies takes its workers along and is started again.
+    """Forks workers that run `command` (what it is at the time of the fork). A pool process that dies takes its workers
+    along and is started again.
 
     `ready` is set while the process has all its imports done; requests before that wait for it by themselves.
     """
@@ -32,7 +33,7 @@ class Pool:
         self.exits: asyncio.Queue[WorkerExit] = asyncio.Queue()
         self.ready = asyncio.Event()
         self.failed_imports: dict[str, str] = {}
-        self._processes, self._command, self._preload = processes, command, tuple(preload)
+        self._processes, self.command, self._preload = processes, command, tuple(preload)
         self._packets: Packets | None = None
         self._listener: socket.socket | None = None
         self._pids: set[int] = set()  # forked and not yet reported as ended
@@ -46,7 +47,7 @@ class Pool:
         packets = Packets(here, "the warm pool", self._on_notice, self._on_end)
         try:
             argv = module_command("tenplexrun.agent.warm", "3", *self._preload, unbuffered=True)
-            await self._processes.spawn(NAME, argv, {3: there.fileno()}, env=SINGLE_THREADED, cwd=self._command.cwd)
+            await self._processes.spawn(NAME, argv, {3: there.fileno()}, env=SINGLE_THREADED, cwd=self.command.cwd)
         except BaseException:
             packets.close()
             raise
@@ -125,9 +126,9 @@ class Pool:
         return await packets.request(
             "spawn",
             fds=[worker.stdout_fd, worker.stderr_fd],
-            kind=self._command.kind,
-            argv=substitute_local_rank(self._command.argv, worker.local_rank),
-            cwd=self._command.cwd,
+            kind=self.command.kind,
+            argv=substitute_local_rank(self.command.argv, worker.local_rank),
+            cwd=self.command.cwd,
             env=dict(worker.env),
         )
 

@@ -157,7 +157,8 @@ class Session:
         self._services.events.emit("sealed", round=number, step=step)
 
     async def _show(self, order: Mapping[str, Any], dp_rank: int) -> str:
-        consumed = max((source.holding.consumed for source in (self.round.sources or {}).values()), default=0)
+        held = [holding for source in (self.round.sources or {}).values() for holding in source.holdings]
+        consumed = max((holding.consumed for holding in held), default=0)
         key = (dp_rank, json.dumps(order, sort_keys=True))
         if key not in self._views:
             showing = self._services.view.show(

@@ -90,7 +90,7 @@ class Transformer:
         assert round_.sources is not None
         target = PTC(layout, round_.parallel, round_.rank_nodes())
         holders = {
-            name: regions_of_holdings([source.holding], layout) for name, source in sorted(round_.sources.items())
+            name: regions_of_holdings(source.holdings, layout) for name, source in sorted(round_.sources.items())
         }
         plan = plan_node(node, target, holders)
         validate_part(plan, target, holders)

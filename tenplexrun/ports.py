@@ -12,7 +12,7 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class KeyValue:
-    """A key of the coordination store. `token` is a decimal number that grows with every write of the key."""
+    """A key of the coordination store. `token` changes with every write and never comes back."""
 
     key: str
     value: str

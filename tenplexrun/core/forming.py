@@ -92,10 +92,9 @@ def recover(
     """The newest snapshot that the living nodes can complete, and who holds what of it (frozen plan inputs)."""
     held: dict[str, tuple[Holding, ...]] = {node: acks[node].holdings for node in members if node in acks}
     snapshot = choose(held, layouts)
-    sources = {
-        node: Source(members[node].store, holding)
-        for node, holdings in held.items()
-        for holding in holdings
-        if holding.snapshot == snapshot
-    }
+    sources = {}
+    for node, holdings in held.items():
+        parts = tuple(holding for holding in holdings if holding.snapshot == snapshot)
+        if parts:
+            sources[node] = Source(members[node].store, parts)
     return snapshot, sources

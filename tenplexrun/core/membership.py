@@ -101,11 +101,11 @@ def _start(view: View, settings: Settings, now: float) -> Decision:
             cause = Cause("end", verdict.message, view.wall)
             ended = Round(0, "ended", cause, view.decider, settings.sizes, verdict=verdict)
             return Decision(verdict.message, ended)
-        reason = f"{count} of at least {settings.min_nodes} nodes are here, {deadline - now:.0f} s left"
+        reason = f"{count} of at least {_nodes(settings.min_nodes)} here, {deadline - now:.0f} s left"
         return Decision(reason, wake_at=deadline)
     if count < settings.max_nodes and now < newest + settings.join_window_s:
-        return Decision(f"{count} nodes are here, waiting a moment for more", wake_at=newest + settings.join_window_s)
-    cause = Cause("start", f"{count} nodes are here", view.wall)
+        return Decision(f"{_nodes(count)} here, waiting a moment for more", wake_at=newest + settings.join_window_s)
+    cause = Cause("start", f"{_nodes(count)} here", view.wall)
     return Decision(cause.detail, Round(0, "gathering", cause, view.decider, settings.sizes))
 
 
@@ -290,7 +290,7 @@ def _form(view: View, round_: Round, settings: Settings, now: float, gathered: M
 def _too_few(view: View, round_: Round, settings: Settings, now: float, members: list[Member]) -> Decision:
     deadline = view.since + settings.rendezvous_timeout_s
     workers = sum(member.num_workers for member in members)
-    here = f"{len(members)} nodes with {workers} workers are here"
+    here = f"{_nodes(len(members))} with {workers} workers here"
     if now < deadline:
         reason = (
             f"{here}, too few for {round_.sizes} on at least {settings.min_nodes} nodes; {deadline - now:.0f} s left"
@@ -340,3 +340,7 @@ def _done(view: View, node: str) -> bool:
 
 def _draining(view: View) -> set[str | None]:
     return {request.node for request in view.requests if request.kind == "drain"}
+
+
+def _nodes(count: int) -> str:
+    return f"{count} node{'' if count == 1 else 's'}"

@@ -101,7 +101,7 @@ class Source:
     """A node that holds parts of the round's snapshot, and the address of its store."""
 
     store: str
-    holding: Holding
+    holdings: tuple[Holding, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +188,7 @@ def to_json(record: Member | Round | Ack | Request) -> Record:
         plain["fallback"] = record.fallback and record.fallback.to_json()
         plain["snapshot"] = record.snapshot and record.snapshot.to_json()
         plain["sources"] = record.sources and {
-            node: {"store": source.store, "holding": source.holding.to_json()}
+            node: {"store": source.store, "holdings": [holding.to_json() for holding in source.holdings]}
             for node, source in record.sources.items()
         }
     if isinstance(record, Ack):
@@ -222,7 +222,8 @@ def round_from_json(record: Record) -> Round:
     body["master"] = body["master"] and (str(body["master"][0]), int(body["master"][1]))
     body["snapshot"] = body["snapshot"] and SnapshotId.from_json(body["snapshot"])
     body["sources"] = body["sources"] and {
-        node: Source(source["store"], Holding.from_json(source["holding"])) for node, source in body["sources"].items()
+        node: Source(source["store"], tuple(map(Holding.from_json, source["holdings"])))
+        for node, source in body["sources"].items()
     }
     verdict = body["verdict"]
     body["verdict"] = verdict and replace(Verdict(**verdict), failure=_failure(verdict["failure"]))
