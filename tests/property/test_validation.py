@@ -110,6 +110,24 @@ def test_a_node_does_not_fetch_from_itself_nor_what_it_has() -> None:
             validate(ReconfigurationPlan({**moves.parts, "a": part}), target, {**holders, "b": holders["a"]})
 
 
+def test_a_source_holds_what_is_fetched_from_it() -> None:
+    moves, target, holders = small()
+    holders = {**holders, "c": {"norm": (Region((0,), (3,)),)}}
+    for fqn in ("norm", "head"):
+        fetches = tuple(replace(one, source="c") if one.fqn == fqn else one for one in moves.parts["b"].fetches)
+        broken = ReconfigurationPlan({**moves.parts, "b": replace(moves.parts["b"], fetches=fetches)})
+        with pytest.raises(LayoutError, match=f"{fqn} .* from c: the source holds no region"):
+            validate(broken, target, holders)
+
+
+def test_an_empty_fetch_is_refused() -> None:
+    moves, target, holders = small()
+    part = moves.parts["b"]
+    more = (*part.fetches, Fetch("norm", "a", Region((2,), (0,)), 0))
+    with pytest.raises(LayoutError, match="is empty or out of the bounds"):
+        validate(ReconfigurationPlan({**moves.parts, "b": replace(part, fetches=more)}), target, holders)
+
+
 def test_shared_state_cannot_be_declared_absent() -> None:
     moves, target, holders = small()
     part = moves.parts["b"]

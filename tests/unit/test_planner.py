@@ -46,6 +46,24 @@ def test_a_resize_along_another_dim_reads_only_what_is_needed() -> None:
     assert moves.parts["b"].fetches == (Fetch("w", "a", Region((0, 4), (4, 4)), 64),)
 
 
+def test_copies_that_overlap_are_not_fetched_twice() -> None:
+    """Nodes that went through a resize hold the regions of two layouts. The largest part of one copy comes first."""
+    layout = Layout((TensorSpec("w", (12,), "float32"),))
+    target = PTC(layout, ParallelConfig(), ("d",))
+    holders = {
+        "a": {"w": (Region((0,), (6,)), Region((4,), (4,)))},
+        "b": {"w": (Region((3,), (8,)),)},
+        "c": {"w": (Region((8,), (4,)),)},
+    }
+    moves = plan(target, holders)
+    validate(moves, target, holders)
+    assert moves.parts["d"].fetches == (
+        Fetch("w", "a", Region((0,), (3,)), 12),
+        Fetch("w", "b", Region((3,), (8,)), 32),
+        Fetch("w", "c", Region((11,), (1,)), 4),
+    )
+
+
 def test_many_joiners_do_not_all_begin_at_the_same_source() -> None:
     layout = Layout((TensorSpec("w", (1024,), "float32"),))
     target = PTC(layout, ParallelConfig(dp=6), tuple("abcdef"))
