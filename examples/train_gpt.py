@@ -1,7 +1,7 @@
 """A byte-level GPT on the source of Python's standard library, with tensor, pipeline and data parallelism.
 
-    tenplexrun --nproc-per-node 4 --tp 2 examples/train_gpt.py       goes on, from memory, when workers or nodes are lost
-                                                                     or added, and when the parallelism is changed
+    tenplexrun --nproc-per-node 4 --tp 2 examples/train_gpt.py       goes on, from memory, when workers or nodes are
+                                                                     lost or added, or the parallelism is changed
     TENPLEX_TP=2 torchrun --nproc-per-node 4 examples/train_gpt.py   the same training, without that
     python examples/train_gpt.py                                     and in one process
 
