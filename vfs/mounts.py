@@ -19,9 +19,10 @@ def clear(path: Path) -> None:
         minors = minors_at(path)
         if not minors:
             return
-        with contextlib.suppress(OSError):  # frees readers of a server that is stopped
+        # Force as well as detach: that frees the readers of a server that is stopped. Users have the abort file for it.
+        command = ["umount", "-f", "-l"] if os.getuid() == 0 else ["fusermount3", "-u", "-z"]
+        with contextlib.suppress(OSError):
             Path(f"/sys/fs/fuse/connections/{minors[-1]}/abort").write_text("1")
-        command = ["umount", "-l"] if os.getuid() == 0 else ["fusermount3", "-u", "-z"]
         done = subprocess.run([*command, str(path)], capture_output=True, text=True, check=False)
     raise DataError(f"cannot unmount {path}: {done.stderr.strip()}; unmount it by hand (umount -l {path})")
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,9 +17,10 @@ import numpy.typing as npt
 from tenplexrun.core.order import ALGORITHM, DataOrder
 from tenplexrun.errors import DataError
 from tenplexrun.formats import absolute, open_dataset
-from tenplexrun.samples import Catalogue, Extents
+from tenplexrun.samples import Catalogue, Extents, extent_name
 
 Record = dict[str, Any]
+_RETRY_S = 0.02
 
 
 class Samples(Protocol):
@@ -127,14 +130,28 @@ def open_loader(
     return Loader(files, order, dp_rank, dp_size, consumed)
 
 
-def open_view(directory: str) -> tuple[Extents, DataOrder]:
-    """The samples and the order that a view's directory shows. Raises DataError when it is no view, or a lost one."""
-    home = Path(directory)
-    try:
-        index = json.loads((home / "index.json").read_text())
-        cursor = json.loads((home / "cursor.json").read_text())
-        catalogue = Catalogue.from_json(index["samples"])
-        extents = Extents(catalogue, str(home / index["extents"]))
-        return extents, DataOrder.from_json(cursor["order"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"cannot read the dataset view {directory}: {error!r}; is the view's process alive?") from error
+def open_view(directory: str, patience_s: float = 10.0) -> tuple[Extents, DataOrder]:
+    """The samples and the order that a view's directory shows. Raises DataError when it is no view, or a lost one.
+
+    A view whose process has died is waited for. Afterwards the view is not needed: the extents behind it are.
+    """
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            return _open_view(Path(directory))
+        except OSError as error:
+            if error.errno not in (errno.ENOTCONN, errno.ENOENT) or time.monotonic() > deadline:
+                raise DataError(f"cannot read the dataset view {directory}: {error}; is its process alive?") from error
+            time.sleep(_RETRY_S)
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(f"{directory} is no dataset view of this version: {error!r}") from error
+
+
+def _open_view(home: Path) -> tuple[Extents, DataOrder]:
+    index = json.loads((home / "index.json").read_text())
+    cursor = json.loads((home / "cursor.json").read_text())
+    links = home / index["extents"]
+    return (
+        Extents(Catalogue.from_json(index["samples"]), str((links / extent_name(0)).resolve(strict=True).parent)),
+        DataOrder.from_json(cursor["order"]),
+    )

@@ -1,0 +1,331 @@
+"""The view's process as the agent runs it: real FUSE mounts, the farm, kill -9, hangs, errors, full memory."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tenplexrun.errors import ArenaFullError, DataError, WireError
+from tenplexrun.vfs.client import ViewClient
+from tenplexrun.vfs.mounts import clear, minors_at
+from tenplexrun.worker.data import Loader, open_loader, open_view
+
+DEADLINE_S = 60.0
+
+
+class Process:
+    """A view process on a node directory in shared memory."""
+
+    def __init__(self, home: Path, mode: str, prefix: tuple[str, ...] = ()) -> None:
+        self.home, self.socket, self.mode, self.prefix = home, home / "view.sock", mode, prefix
+        self.running: subprocess.Popen[str] | None = None
+
+    def start(self) -> Process:
+        config = {"dir": str(self.home), "socket": str(self.socket), "mode": self.mode}
+        command = [*self.prefix, sys.executable, "-m", "tenplexrun.vfs.server", json.dumps(config)]
+        self.running = subprocess.Popen(command, cwd=self.home.parent, stderr=subprocess.PIPE, text=True)
+        return self
+
+    def ask(self, question: Callable[[ViewClient], Awaitable[Any]]) -> Any:
+        async def asking() -> Any:
+            client = ViewClient(str(self.socket))
+            try:
+                await client.hello()
+                return await question(client)
+            finally:
+                await client.close()
+
+        return asyncio.run(asking())
+
+    def show(self, number: int, order: dict[str, Any], rank: int = 0, size: int = 2, consumed: int = 0) -> Path:
+        return Path(self.ask(lambda client: client.show(number, order, rank, size, consumed)))
+
+    def end(self, signum: int) -> tuple[int, str]:
+        """Exit code and what it said."""
+        assert self.running is not None
+        self.running.send_signal(signum)
+        _, said = self.running.communicate(timeout=DEADLINE_S)
+        return self.running.returncode, said
+
+
+@pytest.fixture
+def home() -> Iterator[Path]:
+    home = Path("/dev/shm") / f"tenplexrun-test-{uuid.uuid4().hex[:8]}"
+    home.mkdir(mode=0o700)
+    yield home
+    clear(home / "view")
+    shutil.rmtree(home)
+
+
+@pytest.fixture
+def start(home: Path) -> Iterator[Callable[..., Process]]:
+    """Starts view processes; skips the test where FUSE is asked for and refused."""
+    started: list[Process] = []
+
+    def start(mode: str, prefix: tuple[str, ...] = ()) -> Process:
+        process = Process(home, mode, prefix)
+        started.append(process.start())
+        assert process.running is not None
+        until(lambda: process.socket.exists() or process.running.poll() is not None)  # type: ignore[union-attr]
+        if mode == "fuse" and process.running.poll() is not None:
+            pytest.skip(f"no FUSE here: {process.end(0)[1]}")
+        return process
+
+    yield start
+    for process in started:
+        if process.running is not None and process.running.poll() is None:
+            process.running.kill()
+            process.running.communicate()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> np.ndarray:
+    rows = np.random.default_rng(0).integers(0, 256, size=(1003, 100), dtype=np.uint8)
+    np.save(tmp_path / "rows.npy", rows)
+    return rows
+
+
+@pytest.fixture
+def order(rows: np.ndarray, tmp_path: Path) -> dict[str, Any]:
+    return {"dataset": f"npy:{tmp_path}/rows.npy", "global_batch": 24, "micro_batch": 4, "seed": 5}
+
+
+def direct(order: dict[str, Any], rank: int = 0, size: int = 2, consumed: int = 0) -> Loader:
+    fields = {name: value for name, value in order.items() if name != "dataset"}
+    return open_loader(order["dataset"], **fields, dp_rank=rank, dp_size=size, consumed=consumed)
+
+
+@pytest.mark.parametrize("mode", ["fuse", "farm"])
+def test_files_and_loader_read_the_order(
+    mode: str, start: Callable[..., Process], order: dict[str, Any], rows: np.ndarray
+) -> None:
+    view = start(mode)
+    assert view.ask(lambda client: client.hello())["mode"] == mode
+    place = view.show(1, order, 1, 2, 48)
+    assert place == view.show(1, order, 1, 2, 48)
+    shelf = place.parent
+    assert (shelf.name, os.readlink(shelf / "current")) == ("dp-0001", "round-1")
+    ids, weights = np.load(place / "order.npy", mmap_mode="r"), np.load(place / "weights.npy", mmap_mode="r")
+    packs = b"".join((place / name).read_bytes() for name in (place / "list.txt").read_text().split())
+    assert packs == rows[ids].tobytes()
+    assert len(ids) == sum(int(line) for line in (place / "batch-sizes.txt").read_text().split())
+
+    shown = Loader(*open_view(str(place)), 1, 2, 48)
+    plain, first = direct(order, 1, 2, 48), 0
+    assert shown.order == plain.order
+    while first < len(ids):
+        ours, theirs = shown.next_batch(), plain.next_batch()
+        last = first + len(ours.ids)
+        np.testing.assert_array_equal(ours.ids, ids[first:last])
+        np.testing.assert_array_equal(ours.weights, weights[first:last])
+        np.testing.assert_array_equal(ours.rows, theirs.rows)
+        first = last
+    assert shown.next_batch().consumed_after == 1003 + 24  # the next epoch
+
+    code, said = view.end(signal.SIGTERM)
+    assert (code, said.count("\n")) == (0, 1), said
+    assert said.startswith(f"dataset view: {mode}: ")
+    assert minors_at(view.home / "view") == []
+    assert sorted(entry.name for entry in view.home.iterdir()) == ["extents", "view"]
+    assert list((view.home / "view").iterdir()) == []
+
+
+@pytest.mark.parametrize("mode", ["fuse", "farm"])
+def test_rounds_come_and_go(mode: str, start: Callable[..., Process], order: dict[str, Any]) -> None:
+    view = start(mode)
+    first = view.show(1, order)
+    inode, (pack,) = (first / "pack-00000.bin").stat().st_ino, (first / "list.txt").read_text().split()
+    with open(first / pack, "rb") as reader:
+        second = view.show(2, order, consumed=240)
+        other = view.show(2, {**order, "seed": 6}, consumed=240)  # a second loader of the same round
+        assert (second / pack).stat().st_ino != inode
+        assert (second.parent / "current" / "cursor.json").read_text() == (second / "cursor.json").read_text()
+        assert other.name == "round-2.2"
+        whole = (first / pack).read_bytes()
+        view.ask(lambda client: client.drop(1))
+        until(lambda: not first.exists())
+        assert reader.read() == whole
+    assert sorted(entry.name for entry in second.parent.iterdir()) == ["current", "round-2", "round-2.2"]
+    view.ask(lambda client: client.drop(2))
+    view.ask(lambda client: client.drop(2))
+    assert list(second.parent.iterdir()) == []
+
+
+def test_fuse_serves_what_files_cannot(start: Callable[..., Process], order: dict[str, Any], rows: np.ndarray) -> None:
+    place = start("fuse").show(1, order)
+    later = np.load(place / "epoch-4" / "order.npy")
+    assert later[0] == direct(order, consumed=4 * 1003).next_batch().ids[0]
+    assert "epoch-4" not in os.listdir(place)
+    with pytest.raises(OSError, match="Read-only"):
+        (place / "new").write_bytes(b"")
+    with pytest.raises(FileNotFoundError):
+        (place / "epoch-0").stat()
+    ids = np.load(place / "order.npy")
+    mapped = np.memmap(place / "pack-00000.bin", dtype=np.uint8, mode="r", shape=(len(ids), 100))
+    np.testing.assert_array_equal(mapped[::7], rows[ids[::7]])
+
+
+@pytest.mark.parametrize("mode", ["fuse", "farm"])
+def test_killed_and_started_again_at_the_same_path(
+    mode: str, start: Callable[..., Process], order: dict[str, Any]
+) -> None:
+    """Case D7."""
+    view = start(mode)
+    place = view.show(3, order, consumed=240)
+    loader = Loader(*open_view(str(place)), 0, 2, 240)
+    expected = (place / "pack-00000.bin").read_bytes()
+    view.end(signal.SIGKILL)
+    if mode == "fuse":
+        with pytest.raises(OSError, match="not connected"):
+            (place / "list.txt").read_text()
+        with pytest.raises(DataError, match="is its process alive"):
+            open_view(str(place), patience_s=0)
+    loader.next_batch()  # needs the extents only, and so goes on meanwhile
+
+    again = start(mode)
+    assert again.ask(lambda client: client.hello())["mode"] == mode
+    assert len(minors_at(view.home / "view")) == (mode == "fuse")
+    assert (place / "pack-00000.bin").read_bytes() == expected
+    assert os.readlink(place.parent / "current") == "round-3"
+    assert again.show(3, order, consumed=240) == place
+    reopened = Loader(*open_view(str(place)), 0, 2, 240)
+    np.testing.assert_array_equal(reopened.next_batch().rows, direct(order, consumed=240).next_batch().rows)
+
+
+def test_a_hung_view_is_replaced_and_its_readers_freed(start: Callable[..., Process], order: dict[str, Any]) -> None:
+    hung = start("fuse")
+    place = hung.show(1, order)
+    assert hung.running is not None
+    hung.running.send_signal(signal.SIGSTOP)
+    script = "import sys; open(sys.argv[1], 'rb').read()"
+    reader = subprocess.Popen([sys.executable, "-c", script, str(place / "list.txt")], stderr=subprocess.PIPE)
+    with pytest.raises(subprocess.TimeoutExpired):
+        reader.wait(1.0)
+    hung.socket.unlink()
+    again = start("fuse")
+    assert reader.wait(DEADLINE_S) != 0
+    reader.communicate()
+    assert (place / "list.txt").read_text() == "pack-00000.bin\n"
+    hung.end(signal.SIGKILL)
+    assert again.ask(lambda client: client.hello())["mode"] == "fuse"
+    assert (place / "list.txt").read_text() == "pack-00000.bin\n"
+
+
+def test_a_failed_read_is_an_error_of_that_read_only(start: Callable[..., Process], order: dict[str, Any]) -> None:
+    """Case D6: here the extents vanish under the view."""
+    view = start("fuse")
+    place = view.show(1, order)
+    (view.home / "extents").rename(view.home / "gone")
+    with pytest.raises(OSError) as caught:  # noqa: PT011
+        (place / "pack-00000.bin").read_bytes()
+    assert caught.value.errno == errno.EIO
+    (view.home / "gone").rename(view.home / "extents")
+    assert len((place / "pack-00000.bin").read_bytes()) == (place / "pack-00000.bin").stat().st_size
+    code, said = view.end(signal.SIGTERM)
+    assert code == 0
+    assert "read failed: DataError: cannot map" in said
+
+
+@pytest.mark.parametrize("mode", ["fuse", "farm"])
+def test_refusals_keep_their_class_and_the_process(
+    mode: str, start: Callable[..., Process], order: dict[str, Any]
+) -> None:
+    view = start(mode)
+    fine = view.show(1, order)
+    for change, message in (
+        ({"dataset": "npy:/no/such.npy"}, "does not exist"),
+        ({"dataset": "tar:/x"}, "should be FORMAT:PATH"),
+        ({"micro_batch": 0}, "micro_batch=0"),
+        ({"fingerprint": "xxh3-0"}, "fingerprint was 'xxh3-0'"),
+        ({"num_samples": 1004}, "num_samples was 1004"),
+        ({"surprise": 1}, "unknown fields"),
+    ):
+        with pytest.raises(DataError, match=message):
+            view.show(2, {**order, **change})
+    with pytest.raises(DataError, match="rank 2 is not below"):
+        view.show(2, order, 2, 2)
+    with pytest.raises(DataError, match="not a request"):
+        view.show(2, {})
+    described = view.ask(lambda client: client.describe(order["dataset"]))
+    assert described == {"num_samples": 1003, "sample_bytes": 100, "fingerprint": direct(order).order.fingerprint}
+    assert view.show(1, {**order, **{k: described[k] for k in ("num_samples", "fingerprint")}}) == fine
+
+
+def test_ended_by_somebody_elses_unmount(start: Callable[..., Process], order: dict[str, Any]) -> None:
+    view = start("fuse")
+    view.show(1, order)
+    clear(view.home / "view")
+    code, said = view.end(0)
+    assert code == 73
+    assert "start it again" in said
+
+
+def without_sys_admin() -> tuple[str, ...]:
+    """A prefix that runs a command without the right to mount."""
+    prefix = ("setpriv", "--bounding-set=-sys_admin", "--inh-caps=-sys_admin")
+    if os.getuid() != 0 or shutil.which("setpriv") is None:
+        pytest.skip("needs root and setpriv to take the right to mount away")
+    return prefix
+
+
+def test_without_the_right_to_mount_it_is_a_farm(start: Callable[..., Process], order: dict[str, Any]) -> None:
+    view = start("auto", without_sys_admin())
+    hello = view.ask(lambda client: client.hello())
+    assert hello["mode"] == "farm"
+    assert "cannot mount" in hello["reason"] or "/dev/fuse" in hello["reason"]
+    assert (view.show(1, order) / "list.txt").read_text() == "pack-00000.bin\n"
+    code, said = view.end(signal.SIGTERM)
+    assert (code, said.count("\n")) == (0, 1), said
+
+
+def test_fuse_or_nothing(home: Path) -> None:
+    view = Process(home, "fuse", without_sys_admin()).start()
+    code, said = view.end(0)
+    assert (code, said.count("\n")) == (69, 1), said
+    assert "mode farm" in said
+    with pytest.raises(WireError, match="cannot reach"):
+        asyncio.run(ViewClient(str(view.socket)).show(1, {}, 0, 1, 0))
+
+
+def test_bad_configuration(home: Path) -> None:
+    assert Process(home, "ramdisk").start().end(0)[0] == 2
+    done = subprocess.run(
+        [sys.executable, "-m", "tenplexrun.vfs.server", "{"], cwd=home, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+
+
+def test_full_shared_memory(home: Path, start: Callable[..., Process], order: dict[str, Any]) -> None:
+    (home / "extents").mkdir()
+    size = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(home / "extents")]
+    if subprocess.run(size, capture_output=True, check=False).returncode:
+        pytest.skip("needs the right to mount a small tmpfs")
+    try:
+        view = start("auto")
+        with pytest.raises(ArenaFullError, match="needs 100300 bytes of shared memory, 65536 are free"):
+            view.show(1, order)
+        assert list((home / "extents").iterdir()) == []
+        assert view.end(signal.SIGTERM)[0] == 0
+    finally:
+        subprocess.run(["umount", str(home / "extents")], check=True)
