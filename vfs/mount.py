@@ -57,9 +57,8 @@ def _guarded(handler: _Handler) -> _Handler:
         except pyfuse3.FUSEError:
             raise
         except Exception as error:
-            print(
-                f"dataset view: {handler.__name__} failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True
-            )
+            with contextlib.suppress(OSError):  # whoever read our messages may have gone
+                print(f"dataset view: {handler.__name__} failed: {type(error).__name__}: {error}", file=sys.stderr)
             raise pyfuse3.FUSEError(errno.EIO) from error
 
     return guard  # type: ignore[return-value]

@@ -95,15 +95,18 @@ class DataOrder:
     fingerprint: str = ""
 
     def __post_init__(self) -> None:
-        for name, least, below in (
-            ("num_samples", 1, 1 << 62),
-            ("seed", 0, 1 << 64),
-            ("global_batch", 1, 1 << 62),
-            ("micro_batch", 1, self.global_batch + 1 if isinstance(self.global_batch, int) else 1),
-        ):
+        limits = {
+            "num_samples": (1, 1 << 62),
+            "seed": (0, 1 << 64),
+            "global_batch": (1, 1 << 62),
+            "micro_batch": (1, 1 << 62),
+        }
+        for name, (least, below) in limits.items():
             value = getattr(self, name)
             if type(value) is not int or not least <= value < below:
                 raise DataError(f"data order: {name}={value!r} should be a whole number from {least} to {below - 1}")
+        if self.micro_batch > self.global_batch:
+            raise DataError(f"data order: micro_batch={self.micro_batch} is more than global_batch={self.global_batch}")
         if self.tail not in TAILS:
             raise DataError(f"data order: tail={self.tail!r} should be one of {', '.join(TAILS)}")
         if self.algo != ALGORITHM:
