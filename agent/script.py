@@ -40,7 +40,7 @@ def _run_script(argv: list[str]) -> None:
     sys.orig_argv[:] = [sys.executable, "-u", *argv]
     if os.path.isdir(path) or zipfile.is_zipfile(path):
         _fresh_main()
-        sys.path.insert(0, path)
+        sys.path.insert(0, os.path.abspath(path))
         _report(_run_module_as_main, "__main__", False)
         return
     try:

@@ -177,11 +177,11 @@ def work(record: Record, fds: Sequence[int]) -> None:
     except OSError as error:
         sys.exit(f"tenplexrun: cannot change to the directory {command.cwd!r}: {error.strerror}")
     multiprocessing.process.ORIGINAL_DIR = command.cwd  # type: ignore[attr-defined]
+    # Global generators would be the same in every fork; fresh ones never are. (`random` sees to itself.)
     if "numpy" in sys.modules:
-        sys.modules[
-            "numpy"
-        ].random.seed()  # numpy's global generator is the same in every fork; `random` sees to itself
+        sys.modules["numpy"].random.seed()
     if "torch" in sys.modules:
+        sys.modules["torch"].default_generator.seed()
         sys.modules["torch"].set_num_threads(_num_threads(record["env"].get("OMP_NUM_THREADS", "")))
     run(command)
 

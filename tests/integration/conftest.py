@@ -1,0 +1,137 @@
+"""A warm pool for synchronous tests."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from tenplexrun.agent.pool import Pool
+from tenplexrun.agent.processes import Processes
+from tenplexrun.agent.script import Command
+from tenplexrun.ports import WorkerExit, WorkerSpec
+
+T = TypeVar("T")
+DEADLINE_S = 120.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    code: int
+    out: str
+    err: str
+
+
+class Driver:
+    """Its event loop runs in a thread."""
+
+    def __init__(self) -> None:
+        self.node_dir = Path(tempfile.mkdtemp(prefix="tenplexrun-test-", dir="/dev/shm"))
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self.thread.start()
+        self.processes = self.do(Processes.start(self.node_dir))
+        self.pool = self.do(self._start())
+
+    async def _start(self) -> Pool:
+        pool = Pool(self.processes, Command("script", ("none.py",), "/"))
+        await pool.start()
+        await pool.ready.wait()
+        return pool
+
+    def do(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(asyncio.wait_for(work, DEADLINE_S), self.loop).result()
+
+    def spawn(self, command: Command, envs: Sequence[Mapping[str, str]], host_store: bool = False) -> list[int]:
+        """One worker for each environment; their output goes to out.N and err.N in the command's directory."""
+        self.pool.command = command
+        flags = os.O_CREAT | os.O_RDWR | os.O_TRUNC
+        files = [[os.open(f"{command.cwd}/{name}.{n}", flags) for name in ("out", "err")] for n in range(len(envs))]
+        try:
+            specs = [WorkerSpec(n, env, *files[n]) for n, env in enumerate(envs)]
+            return self.do(self.pool.spawn(specs, host_store))
+        finally:
+            for file in [file for pair in files for file in pair]:
+                os.close(file)
+
+    def exit(self) -> WorkerExit:
+        return self.do(self.pool.exits.get())
+
+    def run(self, command: Command, envs: Sequence[Mapping[str, str]], host_store: bool = False) -> list[Outcome]:
+        """Run workers to their ends, sweep, and tell how they ended."""
+        pids = self.spawn(command, envs, host_store)
+        codes = {ended.pid: ended.code for ended in [self.exit() for _ in pids]}
+        self.do(self.pool.sweep())
+        texts = [[Path(command.cwd, f"{name}.{n}").read_text() for name in ("out", "err")] for n in range(len(envs))]
+        return [Outcome(codes[pid], *text) for pid, text in zip(pids, texts, strict=True)]
+
+    def fresh(self, arguments: Sequence[str], cwd: Path, env: Mapping[str, str]) -> Outcome:
+        """The same in a fresh interpreter, as torchrun starts it."""
+        argv = [sys.executable, "-u", *arguments]
+        done = subprocess.run(argv, cwd=cwd, env=env, capture_output=True, text=True, timeout=60)
+        return Outcome(done.returncode, done.stdout, done.stderr)
+
+    def living(self) -> set[int]:
+        """Processes with the node directory in the environment they were started with (forks keep their parent's)."""
+        found = set()
+        for name in filter(str.isdigit, os.listdir("/proc")):
+            try:
+                state = Path(f"/proc/{name}/stat").read_bytes().rpartition(b")")[2].split()[0]
+                if state != b"Z" and str(self.node_dir).encode() in Path(f"/proc/{name}/environ").read_bytes():
+                    found.add(int(name))
+            except OSError:
+                continue
+        return found
+
+    def until(self, condition: Callable[[], bool], what: str) -> None:
+        end = time.monotonic() + DEADLINE_S
+        while not condition():
+            assert time.monotonic() < end, what
+            time.sleep(0.01)
+
+    def close(self) -> None:
+        self.do(self.pool.close())
+        self.do(self.processes.close())
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join()
+        self.loop.close()
+        assert not self.node_dir.exists()
+
+
+def stub_torch(directory: Path) -> str:
+    """A PYTHONPATH on which torch and numpy cannot be imported."""
+    for name in ("torch", "numpy"):
+        (directory / f"{name}.py").write_text("raise ImportError('not installed')")
+    return str(directory)
+
+
+@pytest.fixture(scope="module")
+def light_driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
+    """Without torch: its forks start and end faster."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", stub_torch(tmp_path_factory.mktemp("stubs")))
+        driver = Driver()
+    yield driver
+    driver.close()
+
+
+@pytest.fixture(scope="module")
+def driver() -> Iterator[Driver]:
+    driver = Driver()
+    yield driver
+    driver.close()
+
+
+@pytest.fixture
+def env() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -1,0 +1,195 @@
+"""Workers forked from the warm pool run a program as a fresh interpreter does."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tenplexrun.agent.script import Command
+from tenplexrun.ports import WorkerExit, WorkerSpec
+
+WORLD = """
+import gc, inspect, json, logging, os, resource, signal, sys, threading, __main__
+import helper, agent
+print(json.dumps({
+    "main": {name: repr(value) for name, value in vars(__main__).items() if name.startswith("__")},
+    "is main": __main__.__dict__ is globals(),
+    "argv": sys.argv, "orig_argv": sys.orig_argv, "path": sys.path, "cwd": os.getcwd(), "env": dict(os.environ),
+    "signals": {int(n): repr(signal.getsignal(n)) for n in signal.valid_signals()},
+    "mask": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])), "fds": sorted(os.listdir("/proc/self/fd")),
+    "streams": [[s.encoding, s.errors, s.line_buffering, s.write_through, s.fileno(), s.mode]
+                for s in (sys.stdin, sys.stdout, sys.stderr)],
+    "flags": str(sys.flags), "gc": gc.isenabled(), "main thread": threading.current_thread() is threading.main_thread(),
+    "threads": threading.active_count(), "umask": os.umask(0o22),
+    "limits": resource.getrlimit(resource.RLIMIT_NOFILE),
+    "group": os.getpgid(0) == os.getpid() or "not the leader", "recursion": sys.getrecursionlimit(),
+    "helper": helper.__file__, "agent": agent.__file__,
+    "source": inspect.getsource(inspect.currentframe()).splitlines()[:2],
+    "root handlers": logging.getLogger().handlers, "hook": sys.excepthook is sys.__excepthook__,
+}))
+"""
+
+
+@pytest.mark.parametrize("kind", ["script", "symlink", "module", "package", "directory"])
+def test_the_world_is_that_of_a_fresh_interpreter(kind: str, driver: Any, tmp_path: Path, env: dict[str, str]) -> None:
+    for folder in ("sub", "pkg", "tenplexrun", "store", "torch.d"):
+        (tmp_path / folder).mkdir()
+    for name in ("sub/world.py", "world_module.py", "pkg/__main__.py"):
+        (tmp_path / name).write_text(WORLD)
+    for name in (
+        "helper.py",
+        "agent.py",
+        "sub/helper.py",
+        "sub/agent.py",
+        "pkg/helper.py",
+        "pkg/agent.py",
+        "pkg/__init__.py",
+    ):
+        (tmp_path / name).touch()
+    (tmp_path / "tenplexrun" / "__init__.py").write_text("raise ImportError('the wrong one')")
+    (tmp_path / "link.py").symlink_to("sub/world.py")
+    arguments = ["a", "--r=16", "$$", "", "x y", "*"]
+    argv = {
+        "script": "sub/world.py",
+        "symlink": "link.py",
+        "module": "world_module",
+        "package": "pkg",
+        "directory": "pkg",
+    }[kind]
+    is_module = kind in ("module", "package")
+    expected = driver.fresh([*(["-m"] if is_module else []), argv, *arguments], tmp_path, env)
+    command = Command("module" if is_module else "script", (argv, *arguments), str(tmp_path))
+    [outcome] = driver.run(command, [env])
+    assert outcome.err == expected.err == ""
+    ours, theirs = (json.loads(re.sub(" at 0x[0-9a-f]+", "", each.out)) for each in (outcome, expected))
+    theirs["group"] = True  # our workers lead a process group each
+    assert ours == theirs
+
+
+ENDINGS = {
+    "zero": "print('done')",
+    "code": "import sys; sys.exit(3)",
+    "message": "import sys; sys.exit('went wrong')",
+    "none": "raise SystemExit",
+    "hard": "import os; os._exit(4)",
+    "killed": "import os; os.kill(os.getpid(), 9)",
+    "segv": "import ctypes; ctypes.string_at(0)",
+    "raises": "def f():\n    1 / 0\ntry:\n    f()\nexcept ZeroDivisionError:\n    raise ValueError('second')",
+    "interrupt": "raise KeyboardInterrupt",
+    "syntax": "x = 1\ny = = 2",
+    "not utf-8": "x = '\udcff'",
+    "cookie": "# -*- coding: latin-1 -*-\nprint(ascii('\udce9'))",
+    "atexit": "import atexit; atexit.register(print, 'at exit'); print('first'); 1 / 0",
+    "thread": "import threading, time\nthreading.Thread(target=lambda: (time.sleep(.2), print(2))).start(); print(1)",
+    "thread raises": "import threading; t = threading.Thread(target=lambda: 1 / 0, name='t'); t.start(); t.join()",
+    "buffered": "f = open('kept-' + str(len(__file__)), 'w'); f.write('text'); print('open')",
+    "hook": "import sys; sys.excepthook = lambda *a: print('hook', a[0].__name__, a[2].tb_lineno); 1 / 0",
+    "hook exits": "import sys; sys.excepthook = lambda *a: sys.exit(9); 1 / 0",
+    "stream": "import sys; sys.stdout.write('no newline'); sys.stderr.write('here neither')",
+    "chained": "import helper",
+    "stack": "import sys; sys.setrecursionlimit(100)\ndef f(): f()\ntry: f()\nexcept RecursionError as e: print(e)",
+    "warning": "import warnings; warnings.warn('careful')",
+    "signal": "import signal, os; signal.signal(15, lambda *a: print('handled')); os.kill(os.getpid(), 15)",
+    "term": "import os; os.kill(os.getpid(), 15)",
+    "unittest": "import unittest; unittest.main()",
+    "pickle": "import pickle\nclass A: pass\nprint(type(pickle.loads(pickle.dumps(A()))) is A)",
+    "dataclass": "from __future__ import annotations\nimport dataclasses as d, typing as t\n"
+    "@d.dataclass\nclass A:\n    x: t.ClassVar[int]\nprint(A())",
+}
+
+
+def test_endings_are_those_of_a_fresh_interpreter(light_driver: Any, tmp_path: Path, env: dict[str, str]) -> None:
+    (tmp_path / "helper.py").write_text("import json\ntry:\n    json.loads('{')\nfinally:\n    print('finally')\n")
+    dispatch, ours, theirs = {}, {}, {}
+    for number, (name, text) in enumerate(ENDINGS.items()):
+        path = tmp_path / f"ending{number}.py"
+        path.write_bytes(text.encode(errors="surrogateescape") + b"\n")
+        dispatch[name] = path.name
+    for name, script in dispatch.items():
+        theirs[name] = light_driver.fresh([script], tmp_path, env)
+        if name == "buffered":
+            [kept] = tmp_path.glob("kept-*")
+            assert kept.read_text() == "text"
+            kept.unlink()
+        [ours[name]] = light_driver.run(Command("script", (script,), str(tmp_path)), [env])
+        if name == "buffered":
+            assert kept.read_text() == "text"
+    strip = lambda text: "\n".join(line for line in text.splitlines() if not line.startswith("Ran 0 tests"))  # noqa: E731
+    for outcomes in (ours, theirs):
+        outcomes["unittest"] = replace(outcomes["unittest"], err=strip(outcomes["unittest"].err))
+    assert ours == theirs
+
+
+def test_what_is_missing_is_said_in_one_line(light_driver: Any, tmp_path: Path, env: dict[str, str]) -> None:
+    def end(kind: Any, *argv: str, cwd: Path = tmp_path) -> Any:
+        [outcome] = light_driver.run(Command(kind, argv, str(cwd)), [env])
+        assert outcome.out == ""
+        assert len(outcome.err.splitlines()) == 1
+        return outcome
+
+    script = end("script", "nowhere.py")
+    assert (script.code, script.err) == (
+        2,
+        "tenplexrun: can't open the script 'nowhere.py': No such file or directory\n",
+    )
+    module = end("module", "no_such_module_here")
+    assert module == light_driver.fresh(["-m", "no_such_module_here"], tmp_path, env)
+    program = end("program", "no-such-program")
+    assert (program.code, program.err) == (127, "tenplexrun: cannot run 'no-such-program': No such file or directory\n")
+    (tmp_path / "plain").write_text("text")
+    assert end("program", "./plain").code == 126
+
+
+def test_a_missing_working_directory_is_said(light_driver: Any, tmp_path: Path, env: dict[str, str]) -> None:
+    cwd = tmp_path / "gone"
+    cwd.mkdir()
+    pid = light_driver.do(_spawn_after_removal(light_driver, cwd, env))
+    assert light_driver.exit() == WorkerExit(pid, 1, pytest.approx(time.time(), abs=60))
+    light_driver.do(light_driver.pool.sweep())
+
+
+async def _spawn_after_removal(light_driver: Any, cwd: Path, env: dict[str, str]) -> int:
+    cwd.rmdir()
+    light_driver.pool.command = Command("script", ("x.py",), str(cwd))
+    null = os.open(os.devnull, os.O_WRONLY)
+    [pid] = await light_driver.pool.spawn([WorkerSpec(0, env, null, null)], False)
+    os.close(null)
+    return pid
+
+
+def test_random_streams_differ_as_in_fresh_interpreters(driver: Any, tmp_path: Path, env: dict[str, str]) -> None:
+    (tmp_path / "draw.py").write_text(
+        "import random, numpy, torch, uuid, json\n"
+        "print(json.dumps([random.random(), numpy.random.rand(), numpy.random.default_rng().random(), uuid.uuid4().hex,"
+        " torch.rand(1).item(), torch.initial_seed()]))"
+    )
+    outcomes = driver.run(Command("script", ("draw.py",), str(tmp_path)), [env, env])
+    first, second = (json.loads(outcome.out) for outcome in outcomes)
+    assert all(a != b for a, b in zip(first, second, strict=True))
+
+
+def test_multiprocessing_of_every_kind(driver: Any, tmp_path: Path, env: dict[str, str]) -> None:
+    (tmp_path / "mp.py").write_text(
+        "import multiprocessing as mp, torch\n"
+        "from torch.utils.data import DataLoader\n"
+        "class Squares(torch.utils.data.Dataset):\n"
+        "    def __len__(self): return 8\n"
+        "    def __getitem__(self, i): return i * i\n"
+        "def square(x): return x * x\n"
+        "if __name__ == '__main__':\n"
+        "    for method in ('fork', 'spawn', 'forkserver'):\n"
+        "        with mp.get_context(method).Pool(1) as pool:\n"
+        "            print(method, pool.map(square, range(4)))\n"
+        "    loader = DataLoader(Squares(), batch_size=4, num_workers=1, multiprocessing_context='spawn')\n"
+        "    print([batch.tolist() for batch in loader])\n"
+    )
+    [outcome] = driver.run(Command("script", ("mp.py",), str(tmp_path)), [env])
+    lines = [f"{method} [0, 1, 4, 9]" for method in ("fork", "spawn", "forkserver")]
+    assert (outcome.code, outcome.out.splitlines()) == (0, [*lines, "[[0, 1, 4, 9], [16, 25, 36, 49]]"])
