@@ -45,7 +45,12 @@ class Agent:
     """Runs this node's part of a job to its end. `run` returns the verdict."""
 
     def __init__(
-        self, launch: Launch, coordination: Coordination, services: NodeServices, desk: Desk, died: asyncio.Queue[str]
+        self,
+        launch: Launch,
+        coordination: Coordination,
+        services: NodeServices,
+        desk: Desk,
+        died: asyncio.Queue[Verdict],
     ) -> None:
         self._launch, self._coordination, self._services, self._desk = launch, coordination, services, desk
         self._died = died
@@ -148,8 +153,7 @@ class Agent:
 
     async def _follow_deaths(self) -> None:
         """A process that cannot be replaced has died: this node is no use any more."""
-        reason = await self._died.get()
-        self._finish(Verdict(73, reason))
+        self._finish(await self._died.get())
 
     async def _on_commit(self, round_number: int, step: int) -> None:
         if self._session is not None and self._session.round.number == round_number:

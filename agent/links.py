@@ -53,6 +53,7 @@ class Links:
         self._follower: asyncio.Task[None] | None = None
         self._server: asyncio.AbstractServer | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._closing = False
 
     def bind(self, on_commit: OnCommit, on_lost: OnLost) -> None:
         """`on_commit(round, step)` runs on every node; `on_lost(node, link)` when an agent is proved gone."""
@@ -64,10 +65,13 @@ class Links:
         return self.address
 
     async def close(self) -> None:
+        self._closing = True
         if self._server is not None:
             self._server.close()
-        for task in [*self._tasks, *filter(None, [self._follower])]:
+        tasks = [*self._tasks, *filter(None, [self._follower])]
+        for task in tasks:
             task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         for peer in [*self._peers, *filter(None, [self._decider])]:
             await peer.close()
 
@@ -151,7 +155,7 @@ class Links:
     # --- both -----------------------------------------------------------------------------------------------------
 
     def _probe(self, node: str, address: str) -> None:
-        if node != self.node:
+        if node != self.node and not self._closing:
             self._spawn(self._report_if_gone(node, address))
 
     async def _report_if_gone(self, node: str, address: str) -> None:

@@ -83,6 +83,7 @@ class Transformer:
             num_bytes=moved["num_bytes"],
             lower_bound=plan.lower_bound_bytes,
             needed=plan.needed_bytes,
+            absent=list(plan.absent),
         )
         return Restored(round_.snapshot.step, int(content["consumed"]), snapshot, index, content["values"])
 

@@ -26,7 +26,9 @@ class StoreClient:
         return int((await self._caller.hello(timeout_s))["port"])
 
     async def open_round(self, round_number: int, layout: Record, config: Record, ranks: Sequence[int]) -> Record:
-        return await self._caller.request("open_round", round=round_number, layout=layout, config=config, ranks=list(ranks))
+        return await self._caller.request(
+            "open_round", round=round_number, layout=layout, config=config, ranks=list(ranks)
+        )
 
     async def seal(self, round_number: int, step: int, slot: int, values: Record | None) -> Record:
         return await self._caller.request("seal", round=round_number, step=step, slot=slot, values=values)

@@ -40,11 +40,11 @@ class PeerServer:
         self._places = threading.BoundedSemaphore(MAX_CONNECTIONS)
         self._listener: socket.socket | None = None
 
-    def start(self, host: str) -> int:
-        """Listen on `host` alone, on a port of the system's choice, which is returned. Raises StoreError."""
+    def start(self, host: str, port: int = 0) -> int:
+        """Listen on `host` alone; port 0 is one of the system's choice. Returns the port. Raises StoreError."""
         try:
             family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
-            self._listener = socket.create_server((host, 0), family=family, backlog=MAX_CONNECTIONS)
+            self._listener = socket.create_server((host, port), family=family, backlog=MAX_CONNECTIONS)
         except OSError as error:
             raise StoreError(f"the store cannot listen on {host}: {error}; give an address of this node") from error
         threading.Thread(target=self._accept, args=(self._listener,), name="peers", daemon=True).start()

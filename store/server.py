@@ -8,7 +8,7 @@ Started as `python -m tenplexrun.store.server CONFIG`, CONFIG being JSON:
      "timeout_s": the longest wait for any progress of a peer (optional, 20)}
 
 It answers on the control socket once it is ready; "hello" tells the peers' port. Killed and started again on the same
-directory, it goes on with all that was sealed.
+directory, it goes on with all that was sealed, at the same port.
 """
 
 from __future__ import annotations
@@ -149,7 +149,11 @@ async def serve(config: Config) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the agent's to handle: the state outlives the workers
     arena = Arena.open(config.folder, config.limit_bytes)
     peer_server = PeerServer(arena, config.token.encode(), config.timeout_s)
-    control = Control(arena, Peers(config.token, config.timeout_s), peer_server.start(config.host))
+    # Killed and started again, it must be where its peers know it to be.
+    remembered = config.folder / "port"
+    port = peer_server.start(config.host, int(remembered.read_text()) if remembered.exists() else 0)
+    remembered.write_text(str(port))
+    control = Control(arena, Peers(config.token, config.timeout_s), port)
     server, _ = await channel.serve(f"unix:{config.socket}", control.handle)
     await server.serve_forever()
 

@@ -7,12 +7,13 @@ import json
 import os
 import sys
 import uuid
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from tenplexrun import channel
+from tenplexrun import channel, formats
 from tenplexrun.agent.app import Agent, Launch
 from tenplexrun.agent.desk import Desk
 from tenplexrun.agent.environment import NodeFacts
@@ -30,10 +31,11 @@ from tenplexrun.agent.sweep import make_node_dir, sweep
 from tenplexrun.config import JobSpec, parse
 from tenplexrun.core.membership import Settings
 from tenplexrun.core.rounds import Member, Verdict
-from tenplexrun.errors import TenplexError
+from tenplexrun.errors import ProcessError, TenplexError
 from tenplexrun.store.client import StoreClient
 from tenplexrun.vfs.client import ViewClient
 
+MAX_RESTARTS = 20  # of the store or the view, killed from outside; ends of their own are never repeated
 KINDS = {"path": "script", "module": "module", "exec": "program"}
 
 
@@ -93,7 +95,7 @@ class _Node:
         spec = self.spec
         (self.node_dir / "token").touch(mode=0o600)
         (self.node_dir / "token").write_text(self.token)
-        died: asyncio.Queue[str] = asyncio.Queue()
+        died: asyncio.Queue[Verdict] = asyncio.Queue()
         command = Command(KINDS[spec.entry], spec.command, os.getcwd())  # type: ignore[arg-type]
         pool = Pool(self.processes, command)
         host = own_host(spec.endpoint, spec.local_addr)
@@ -173,9 +175,10 @@ class _Node:
         data = self.spec.data
         if data is None:
             return None
-        described = await view.describe(data.dataset)
+        dataset = formats.absolute(data.dataset)
+        described = await view.describe(dataset)
         return {
-            "dataset": data.dataset,
+            "dataset": dataset,
             "num_samples": described["num_samples"],
             "fingerprint": described["fingerprint"],
             "seed": data.seed,
@@ -202,14 +205,20 @@ class _Node:
         }
         await self.processes.spawn("view", module_command("tenplexrun.vfs.server", json.dumps(config)))
 
-    async def _keep_alive(self, host: str, died: asyncio.Queue[str]) -> None:
+    async def _keep_alive(self, host: str, died: asyncio.Queue[Verdict]) -> None:
         """Start store and view again when they die; what cannot be replaced ends this node."""
+        restart = {"store": lambda: self._start_store(host), "view": self._start_view}
+        restarts: Counter[str] = Counter()
         while True:
             ended = await self.processes.exits.get()
             self.events.emit("process_ended", name=ended.name, code=ended.code)
-            if ended.name == "store":
-                await self._start_store(host)
-            elif ended.name == "view":
-                await self._start_view()
+            restarts[ended.name] += 1
+            if ended.name in restart and ended.code < 0 and restarts[ended.name] <= MAX_RESTARTS:
+                await restart[ended.name]()
+            elif ended.name in restart:
+                died.put_nowait(
+                    Verdict(max(ended.code, 1), f"the {ended.name} of this node gave up; its reason is above")
+                )
             elif ended.name in ("etcd", "guardian"):
-                died.put_nowait(f"the {ended.name} of this node ended with {ended.code}; start the node again")
+                reason = f"the {ended.name} of this node ended with {ended.code}; start the node again"
+                died.put_nowait(Verdict(ProcessError.exit_code, reason))

@@ -23,7 +23,7 @@ from tenplexrun.errors import QuorumLostError, RendezvousTimeoutError
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the launch fixed. Times in seconds; the first round of a `min < max` job waits `join_window_s` for more."""
+    """What the launch fixed. Times in seconds; while there is room, joins are gathered for `join_window_s`."""
 
     min_nodes: int
     max_nodes: int
@@ -186,7 +186,7 @@ def _on_joiners(view: View, round_: Round, settings: Settings, now: float) -> De
     if selection is None or len(selection.members) <= len(round_.participants):
         return Decision(f"round {round_.number} runs; {len(waiting)} nodes are spare")
     ready_at = max(view.seen[node] for node in waiting) + settings.join_window_s
-    if now < ready_at:
+    if now < ready_at and len(selection.members) < settings.max_nodes:
         return Decision("new nodes are here, waiting a moment for more", wake_at=ready_at)
     cause = Cause("node_joined", f"{', '.join(gained)} joined", view.wall)
     return _regather(view, round_, cause, Stop("boundary"))

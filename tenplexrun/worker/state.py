@@ -101,8 +101,8 @@ class State:
         saved = plain.decode(dict(values))
         for name, own in (("optimizer", self._optimizer), ("scheduler", self._scheduler)):
             if (name in saved) != (own is not None):
-                there, here = ("has", "has not") if name in saved else ("has no", "has one")
-                raise LayoutError(f"the snapshot {there} state of a {name}, this script {here}; restore the same job")
+                there, here = ("with", "without") if name in saved else ("without", "with")
+                raise LayoutError(f"the snapshot was made {there} {name}, this script is {here} one; run the same job")
         if self._optimizer is not None:
             self._optimizer.adopt(filled)
             self._optimizer.set_values(saved["optimizer"])
