@@ -112,6 +112,7 @@ class _Stream:
     writer: _Writer
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     partial: bytes = b""
+    drawn: bytes | None = None  # the state of an unfinished line that has been shown
     recent: deque[bytes] = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
     timer: asyncio.TimerHandle | None = None
 
@@ -175,14 +176,19 @@ class _Stream:
 
     def _show_progress(self) -> None:
         self.timer = None
-        if b"\r" in self.partial and _shown(self.partial):
-            self.writer.write(self.fd, self.prefix + _shown(self.partial) + b"\n")
+        state = _shown(self.partial)
+        if b"\r" in self.partial and state and state != self.drawn:
+            self.writer.write(self.fd, self.prefix + state + b"\n")
+            self.drawn = state
 
     def _show(self, lines: list[bytes]) -> None:
         shown = [_shown(line) if b"\r" in line else line for line in lines]
         self.recent.extend(shown[-TAIL_LINES:])
-        between = b"\n" + self.prefix
-        self.writer.write(self.fd, self.prefix + between.join(shown) + b"\n")
+        if shown[0] == self.drawn:
+            del shown[0]
+        self.drawn = None
+        if shown:
+            self.writer.write(self.fd, self.prefix + (b"\n" + self.prefix).join(shown) + b"\n")
 
 
 def _shown(line: bytes) -> bytes:
