@@ -188,7 +188,7 @@ class Metrics:
         self.round, self.dp_rank, self.path = job.round, job.coord["dp"], None
         if args.metrics_dir:
             args.metrics_dir.mkdir(parents=True, exist_ok=True)
-            self.path = args.metrics_dir / f"round-{job.round:03d}-dp{self.dp_rank}.jsonl"
+            self.path = args.metrics_dir / f"round-{job.round:03d}-dp{self.dp_rank:03d}.jsonl"
 
     def write(self, step: int, loss: float, ids: list[int]) -> None:
         if self.dp_rank == 0:
