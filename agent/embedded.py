@@ -22,6 +22,7 @@ from tenplexrun.errors import CoordinationError, ProcessError
 NAME = "etcd"
 START_TIMEOUT_S = 20.0
 KEPT_LINES = 20
+NEEDED_BYTES = 160 << 20  # two write-ahead segments of 64 MiB, which etcd reserves in full, and its database
 SERVING = "serving client traffic"
 
 
@@ -86,6 +87,13 @@ class EmbeddedEtcd:
     async def start(cls, processes: Processes, node_dir: Path, host: str = "127.0.0.1", port: int = 0) -> EmbeddedEtcd:
         """Start it with its data in the node directory. Port 0: assigned by the system. Raises ProcessError."""
         binary = await find_etcd()
+        free = shutil.disk_usage(node_dir).free
+        if free < NEEDED_BYTES:
+            raise ProcessError(
+                f"{node_dir.parent} has {free >> 20} MiB free, the private etcd alone needs {NEEDED_BYTES >> 20}: make "
+                f"shared memory larger (mount -o remount,size=..., docker run --shm-size), or name an etcd that runs "
+                f"elsewhere with --rdzv-endpoint"
+            )
         read_end, write_end = os.pipe()
         try:
             argv = etcd_command(binary, node_dir / "etcd", host, port)

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from typing import Literal
 
+from tenplexrun.errors import TenplexError
+
 
 @dataclass(frozen=True, slots=True)
 class Command:
@@ -101,6 +103,9 @@ def _report(function: Callable[..., None], *args: object) -> None:
         function(*args)
     except SystemExit:
         raise
+    except TenplexError as error:  # of our own interface: its one line says what to do, a traceback would bury it
+        print(f"tenplexrun: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
     except BaseException as error:
         traceback = error.__traceback__
         while traceback is not None and traceback.tb_frame.f_code.co_filename == __file__:

@@ -27,7 +27,7 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from tenplexrun.agent.guardian import (
     Record,
@@ -65,6 +65,7 @@ class WarmPool:
         self._pid = os.getpid()
         self._pidfds: dict[int, int] = {}  # by pid: workers and the TCPStore's host
         self._host: int | None = None
+        self._sweeping = False
         self._poll = select.poll()
         self._poll.register(control, select.POLLIN)
 
@@ -141,27 +142,33 @@ class WarmPool:
                 continue  # an orphan of a worker's
             self._poll.unregister(self._pidfds[pid])
             os.close(self._pidfds.pop(pid))
-            if pid == self._host:
-                self._host = None
-            else:
-                code = os.waitstatus_to_exitcode(status)
+            code = os.waitstatus_to_exitcode(status)
+            if pid != self._host:
                 self.say({"op": "exit", "pid": pid, "code": code, "at": time.time()})
+            elif not self._sweeping:
+                print(f"tenplexrun: the round's TCPStore host ended with {code}: its workers too", file=sys.stderr)
+                _kill(self._pidfds)
 
     def _sweep(self) -> None:
         end, pause = time.monotonic() + SWEEP_DEADLINE_S, 0.0005
-        victims = set(self._pidfds)
-        while True:
-            for pid in victims:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            if self._harvest():
-                return
-            if time.monotonic() > end:
-                stuck = ", ".join(map(str, sorted(own_children())))
-                raise TimeoutError(f"{stuck} survived SIGKILL for {SWEEP_DEADLINE_S:.0f} s (uninterruptible sleep?)")
-            time.sleep(pause)
-            pause = min(2 * pause, 0.02)
-            victims = set(self._pidfds) or own_children()  # orphans come to us when their parents have gone
+        self._sweeping = True
+        try:
+            _kill(self._pidfds)
+            while not self._harvest():
+                if time.monotonic() > end:
+                    stuck = ", ".join(map(str, sorted(own_children())))
+                    raise TimeoutError(f"{stuck} outlived SIGKILL by {SWEEP_DEADLINE_S:.0f} s (uninterruptible sleep?)")
+                time.sleep(pause)
+                pause = min(2 * pause, 0.02)
+                _kill(self._pidfds or own_children())  # orphans come to us when their parents have gone
+        finally:
+            self._sweeping = False
+
+
+def _kill(pids: Iterable[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def work(record: Record, fds: Sequence[int]) -> None:

@@ -229,7 +229,4 @@ def main(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(parse())
-    except tenplexrun.errors.TenplexError as error:
-        sys.exit(f"train_gpt.py: {error}")
+    main(parse())

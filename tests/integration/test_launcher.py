@@ -1,0 +1,172 @@
+"""The launcher from outside: real processes, a real etcd, real workers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from cluster import BIN, Cluster, descendants
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+TIMEOUT_S = 150.0
+
+
+def launch(*args: str, cwd: Path | None = None, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    command = [str(BIN / "tenplexrun"), *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, cwd=cwd, env=env)
+
+
+def script(folder: Path, text: str) -> str:
+    path = folder / "train.py"
+    path.write_text(text)
+    return str(path)
+
+
+def test_a_script_that_only_reads_variables_runs(tmp_path: Path) -> None:
+    (tmp_path / "data.bin").write_bytes(bytes(range(256)) * 16)
+    done = launch(
+        "--standalone",
+        "--nproc-per-node=2",
+        f"--data=bytes:{tmp_path / 'data.bin'}?sample_bytes=64",
+        "--global-batch=8",
+        "--micro-batch=2",
+        str(ROOT / "examples" / "env_only.py"),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "[0]:" in done.stdout
+    assert "[1]:" in done.stdout
+
+
+def test_arguments_reach_the_script_byte_for_byte(tmp_path: Path) -> None:
+    path = script(tmp_path, "import sys, json; print('ARGS', json.dumps(sys.argv[1:]))")
+    given = ["--r=16", "--log", "x", "a b", "$$", "", "--nnodes=9", "-m", "--", "-t", "ü"]
+    done = launch(path, *given)
+    assert done.returncode == 0, done.stderr
+    line = next(line for line in done.stdout.splitlines() if "ARGS" in line)
+    assert json.loads(line.partition("ARGS ")[2]) == given
+
+
+def test_the_workers_own_exit_code_and_last_words_are_the_verdict(tmp_path: Path) -> None:
+    path = script(
+        tmp_path,
+        "import os, sys, time\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    sys.exit('the disk is on fire') if len(sys.argv) > 1 else sys.exit(5)\n"
+        "time.sleep(300)\n",
+    )
+    done = launch("--nproc-per-node=2", path)
+    assert done.returncode == 5
+    assert "rank 1" in done.stderr
+    assert "exit code 5" in done.stderr
+    done = launch("--nproc-per-node=2", path, "loud")
+    assert done.returncode == 1
+    assert "the disk is on fire" in done.stderr
+
+
+def test_a_signal_becomes_128_plus_n(tmp_path: Path) -> None:
+    path = script(tmp_path, "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
+    assert launch(path).returncode == 128 + signal.SIGSEGV
+
+
+BAD = [
+    (["nowhere.py"], 2, "no script 'nowhere.py'"),
+    (["--frobnicate", "x.py"], 2, "--frobnicate"),
+    ([], 2, "no script given"),
+    (["--nproc-per-node=3", "--tp=2", "train.py"], 2, "tp=2"),
+    (["--nproc-per-node=2", "--tp=2", "--pp=2", "train.py"], 2, "not divisible"),
+    (["--nproc-per-node=many", "train.py"], 2, "--nproc-per-node"),
+    (["--nnodes=3:2", "train.py"], 2, "--nnodes"),
+    (["--rdzv-backend=etcd", "--rdzv-endpoint=127.0.0.1:9", "train.py"], 70, "127.0.0.1:9"),
+    (["--rdzv-conf=lease=700", "train.py"], 2, "lease"),
+    (["--data=bytes:/nowhere?sample_bytes=8", "--global-batch=4", "train.py"], 69, "/nowhere"),
+]
+
+
+@pytest.mark.parametrize(("args", "code", "words"), BAD, ids=[" ".join(args) or "nothing" for args, _, _ in BAD])
+def test_bad_input_is_one_clear_line(tmp_path: Path, args: list[str], code: int, words: str) -> None:
+    script(tmp_path, "")
+    done = launch(*args, cwd=tmp_path)
+    assert done.returncode == code, done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("tenplexrun: ")]
+    assert len(lines) == 1, done.stderr
+    assert words in lines[0]
+    assert "Traceback" not in done.stderr
+
+
+def test_a_layout_that_the_model_cannot_have_is_one_clear_line() -> None:
+    done = launch("--nproc-per-node=2", "--tp=2", str(ROOT / "examples" / "train_gpt.py"), "--heads=1", "--dim=8")
+    assert done.returncode == 2
+    assert "--heads 1" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def _in_namespace(setup: str, *args: str) -> subprocess.CompletedProcess[str]:
+    """Run the launcher where `setup` has changed what is mounted, for it alone."""
+    command = [str(BIN / "tenplexrun"), *args]
+    probe = subprocess.run(["unshare", "--mount", "sh", "-c", setup], capture_output=True)
+    if probe.returncode != 0:
+        pytest.skip(f"needs root to change mounts for one process: {probe.stderr.decode().strip()}")
+    shell = ["unshare", "--mount", "sh", "-c", f'{setup} && exec "$@"', "sh", *command]
+    return subprocess.run(shell, capture_output=True, text=True, timeout=TIMEOUT_S)
+
+
+GPT = [str(ROOT / "examples" / "train_gpt.py"), "--steps=3"]
+
+
+@pytest.mark.parametrize(
+    ("size", "flags", "code"), [("4m", [], 73), ("224m", ["--dim=384"], 67)], ids=["etcd", "state"]
+)
+def test_full_shared_memory_is_one_clear_line(size: str, flags: list[str], code: int) -> None:
+    setup = f"mount -t tmpfs -o size={size} none /dev/shm"
+    done = _in_namespace(setup, "--nproc-per-node=2", "--tp=2", *GPT, *flags)
+    assert done.returncode == code, done.stderr
+    lines = [line for line in done.stderr.splitlines() if "tenplexrun: " in line]
+    assert any("MiB" in line and ("free" in line or "needs" in line) for line in lines), done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_without_fuse_the_data_is_shown_as_files() -> None:
+    done = _in_namespace("mount --bind /dev/null /dev/fuse", "--nproc-per-node=1", *GPT)
+    assert done.returncode == 0, done.stderr
+    assert "data shown by farm" in done.stderr
+
+
+def test_the_same_run_id_twice_in_a_row(tmp_path: Path) -> None:
+    path = script(tmp_path, "import os; print('ROUND', os.environ['TENPLEX_ROUND'])")
+    for _ in range(2):
+        done = launch("--rdzv-id=again", path)
+        assert done.returncode == 0, done.stderr
+        assert "ROUND 0" in done.stdout
+
+
+def test_kill_9_of_the_agent_leaves_nothing(tmp_path: Path, cluster: Cluster) -> None:
+    """Processes, mount and directory are what the fixture looks for; here: they are gone at once, by the guardian."""
+    path = script(tmp_path, "import subprocess, time; subprocess.Popen(['setsid', 'sleep', '300']); time.sleep(300)")
+    cluster.start("a", "127.0.0.1", ["--nproc-per-node=2"], [path])
+    folder = Path(cluster.event("a", "started")["dir"])
+    pids = cluster.workers("a")
+    cluster.wait(lambda: len(descendants(pids[0])) > 1, "the worker's own child")
+    cluster.agents["a"].kill()
+    deadline = time.monotonic() + 30
+    while folder.exists() or any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < deadline, "the guardian has not cleaned up"
+        time.sleep(0.02)
+
+
+def test_interrupt_ends_the_job_with_130(tmp_path: Path, cluster: Cluster) -> None:
+    path = script(tmp_path, "import time; time.sleep(300)")
+    cluster.start("a", "127.0.0.1", ["--nproc-per-node=2"], [path])
+    cluster.workers("a")
+    cluster.agents["a"].send_signal(signal.SIGINT)
+    assert cluster.exit_code("a") == 130
+
+
+def test_help_needs_no_torch() -> None:
+    code = "import sys; from tenplexrun import cli, ctl, flags; flags.parser(); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd="/", env={**os.environ, "PYTHONPATH": ""})
