@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import subprocess
 import sys
@@ -93,6 +94,19 @@ class Driver:
                 continue
         return found
 
+    def children_of_pool(self) -> set[int]:
+        """Living direct children of the pool process."""
+        guardian = self.processes._process.pid
+        [pool] = [pid for pid, parent in self._parents().items() if parent == guardian]
+        return {pid for pid, parent in self._parents().items() if parent == pool}
+
+    def _parents(self) -> dict[int, int]:
+        found = {}
+        for pid in self.living():
+            with contextlib.suppress(OSError):
+                found[pid] = int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[1])
+        return found
+
     def until(self, condition: Callable[[], bool], what: str) -> None:
         end = time.monotonic() + DEADLINE_S
         while not condition():
@@ -108,19 +122,19 @@ class Driver:
         assert not self.node_dir.exists()
 
 
-def stub_torch(directory: Path) -> str:
-    """A PYTHONPATH on which torch and numpy cannot be imported."""
+@pytest.fixture
+def without_torch(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes started from here on can import neither torch nor numpy."""
+    stubs = tmp_path_factory.mktemp("stubs")
     for name in ("torch", "numpy"):
-        (directory / f"{name}.py").write_text("raise ImportError('not installed')")
-    return str(directory)
+        (stubs / f"{name}.py").write_text("raise ImportError('not installed')")
+    monkeypatch.setenv("PYTHONPATH", str(stubs))
 
 
-@pytest.fixture(scope="module")
-def light_driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
-    """Without torch: its forks start and end faster."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", stub_torch(tmp_path_factory.mktemp("stubs")))
-        driver = Driver()
+@pytest.fixture
+def light_driver(without_torch: None) -> Iterator[Driver]:
+    """Its forks start and end faster."""
+    driver = Driver()
     yield driver
     driver.close()
 

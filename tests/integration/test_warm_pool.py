@@ -96,6 +96,17 @@ def test_wildcard_and_ipv6_stores(driver: Any, tmp_path: Path, env: dict[str, st
         assert [(outcome.code, outcome.err) for outcome in outcomes] == [(0, ""), (0, "")]
 
 
+def test_workers_do_not_outlive_their_rounds_store(driver: Any, tmp_path: Path, env: dict[str, str]) -> None:
+    before = driver.children_of_pool()
+    driver.do(driver.pool.listen("127.0.0.1"))
+    pids = driver.spawn(Command("program", ("sleep", "1000"), str(tmp_path)), [env, env], host_store=True)
+    [host] = driver.children_of_pool() - before - set(pids)
+    os.kill(host, signal.SIGKILL)
+    assert {(ended.pid, ended.code) for ended in (driver.exit(), driver.exit())} == {(pid, -9) for pid in pids}
+    driver.do(driver.pool.sweep())
+    assert driver.children_of_pool() == before
+
+
 def test_store_host_needs_listen_first(light_driver: Any, tmp_path: Path, env: dict[str, str]) -> None:
     with pytest.raises(ProcessError, match=r"listen\(\) comes first"):
         light_driver.spawn(Command("script", ("x.py",), str(tmp_path)), [env], host_store=True)
@@ -194,18 +205,17 @@ def test_killed_pool_takes_its_workers_along_and_comes_back(
     assert light_driver.do(light_driver.processes.exits.get()).name == "warm pool"
 
 
-def test_a_working_directory_that_looks_like_ours(light_driver: Any, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_working_directory_that_looks_like_ours(
+    without_torch: None, tmp_path: Path, monkeypatch: Any, request: Any
+) -> None:
     """PYTHONPATH counts, the working directory does not; scripts without torch do without its store."""
-    assert "torch" in light_driver.pool.failed_imports
     for name in ("tenplexrun", "json", "socket"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("raise ImportError('the wrong one')")
     (tmp_path / "plain.py").write_text("import sys; print(sys.path[0])")
     monkeypatch.chdir(tmp_path)
-    driver = type(light_driver)()
-    try:
-        driver.do(driver.pool.listen("127.0.0.1"))
-        [outcome] = driver.run(Command("script", ("plain.py",), str(tmp_path)), [dict(os.environ)], host_store=True)
-        assert (outcome.code, outcome.out, outcome.err) == (0, f"{tmp_path}\n", "")
-    finally:
-        driver.close()
+    driver = request.getfixturevalue("light_driver")
+    assert "torch" in driver.pool.failed_imports
+    driver.do(driver.pool.listen("127.0.0.1"))
+    [outcome] = driver.run(Command("script", ("plain.py",), str(tmp_path)), [dict(os.environ)], host_store=True)
+    assert (outcome.code, outcome.out, outcome.err) == (0, f"{tmp_path}\n", "")
