@@ -144,7 +144,7 @@ def train(args: argparse.Namespace, job: tenplexrun.Job) -> None:
     matrices = [weight for weight in model.parameters() if isinstance(weight, DTensor)]
     others = [weight for weight in model.parameters() if not isinstance(weight, DTensor)]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=args.lr)
+    optimizer = torch.optim.AdamW(groups, lr=args.lr, fused=True)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=args.steps, eta_min=args.lr / 10)
     schedule = make_schedules(args, job, model)
 

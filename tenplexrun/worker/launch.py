@@ -78,7 +78,7 @@ def parallel_from_env(env: Mapping[str, str], world_size: int) -> ParallelConfig
             f"{' dp=' + env['TENPLEX_DP'] if 'TENPLEX_DP' in env else ''}; choose sizes whose product divides the world"
         )
     try:
-        return ParallelConfig(dp=dp, **sizes)
+        return ParallelConfig(pp=sizes["pp"], dp=dp, cp=sizes["cp"], ep=sizes["ep"], tp=sizes["tp"])
     except ValueError as error:
         raise UsageError(f"{error}; correct the TENPLEX_* sizes") from None
 

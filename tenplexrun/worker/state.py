@@ -120,12 +120,18 @@ class State:
         """Parameters and persistent buffers by global fqn; tied ones under each of their names."""
         found: dict[str, torch.Tensor] = {}
         for model in self._models:
+            own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
             for name, tensor in model.state_dict(keep_vars=True).items():
                 fqn = _clean(name)
                 if not isinstance(tensor, torch.Tensor):
                     raise LayoutError(f"{fqn} of the model is a {type(tensor).__name__}; make it a tensor in a buffer")
                 if fqn in found:
                     raise LayoutError(f"two tensors of the model are called {fqn}; give names that are unique")
+                if id(tensor) not in own:
+                    raise LayoutError(
+                        f"{fqn} of the model is a copy that a state_dict hook made, so it cannot be restored in place; "
+                        "shard with fully_shard or DTensors instead of a wrapper that gathers"
+                    )
                 found[fqn] = tensor
         return found
 

@@ -171,6 +171,10 @@ def test_what_a_state_refuses() -> None:
         State([nn.Linear(2, 2), nn.Linear(2, 2)], None, None, None, {}, ALONE)
     with pytest.raises(LayoutError, match="made without optimizer, this script is with one"):
         declare((model, optimizer, None)).adopt({}, {"seed": 1})
+    gathered = nn.Linear(2, 2)
+    gathered.register_state_dict_post_hook(lambda _, found, *__: found.update(weight=torch.ones(2, 2)))
+    with pytest.raises(LayoutError, match="weight of the model is a copy that a state_dict hook made"):
+        State(gathered, None, None, None, {}, ALONE)
     optimizer.param_groups[0]["note"] = random.Random(1)
     with pytest.raises(UsageError, match=r"note.*Random"):
         declare((model, optimizer, None)).values()
