@@ -292,5 +292,4 @@ def test_what_the_agent_refuses_is_raised_in_the_script(rounds: Rounds, monkeypa
 
     monkeypatch.setattr(StandIn, "handle", refuse)
     _, outcomes, _ = rounds.run(ParallelConfig(), FRESH)
-    assert outcomes[0].code == 1
-    assert outcomes[0].err.endswith("tenplexrun.errors.LayoutError: no room for this\n")
+    assert (outcomes[0].code, outcomes[0].err) == (LayoutError.exit_code, "tenplexrun: no room for this\n")
