@@ -21,6 +21,7 @@ from tenplexrun.errors import ProcessError, TenplexError, WireError, from_wire, 
 
 PROTOCOL = 1
 MAX_LINE_BYTES = 64 << 20
+RESTART_S = 15.0
 _RETRY_S = 0.01
 Record = dict[str, Any]
 Handler = Callable[["Channel", str, Record], Awaitable[Record | None]]
@@ -169,22 +170,37 @@ class Caller:
         self._connecting = asyncio.Lock()
 
     async def request(self, op: str, /, timeout_s: float | None = None, **args: Any) -> Record:
-        """Raises what the server raised, WireError where it is gone or silent too long."""
-        async with self._connecting:
-            if self._channel is None or self._channel.closed:
-                self._channel = await connect(self._address)
-        return await self._channel.request(op, timeout_s or self._timeout_s, **args)
+        """Ask; once more if the server dies meanwhile and comes back: what is asked of it may be asked twice.
+
+        Raises what the server raised, WireError where it stays away or is silent too long.
+        """
+        deadline = asyncio.get_running_loop().time() + RESTART_S
+        while True:
+            try:
+                return await self._ask(op, timeout_s or self._timeout_s, args)
+            except WireError:
+                gone = self._channel is None or self._channel.closed
+                if not gone or asyncio.get_running_loop().time() > deadline:
+                    raise
+            await asyncio.sleep(_RETRY_S)
 
     async def hello(self, timeout_s: float = 20.0) -> Record:
         """Wait until the server answers "hello". Raises ProcessError when it does not in time."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         while True:
             try:
-                return await self.request("hello")
+                return await self._ask("hello", timeout_s, {})
             except WireError as error:
                 if asyncio.get_running_loop().time() > deadline:
                     raise ProcessError(f"{self._name} did not start within {timeout_s:g} s: {error}") from error
             await asyncio.sleep(_RETRY_S)
+
+    async def _ask(self, op: str, timeout_s: float, args: Record) -> Record:
+        async with self._connecting:
+            if self._channel is None or self._channel.closed:
+                self._channel = None
+                self._channel = await connect(self._address)
+        return await self._channel.request(op, timeout_s, **args)
 
     async def close(self) -> None:
         if self._channel is not None:

@@ -16,6 +16,8 @@ sys.path.insert(0, str(ROOT / "examples"))
 
 from cluster import Cluster  # noqa: E402 (it lies among the examples)
 
+from tenplexrun.agent.sweep import sweep  # noqa: E402
+
 MARK = "TENPLEXRUN_TEST_MARK"  # inherited by whatever a test starts
 SHARED_MEMORY = Path("/dev/shm")
 SETTLE_S = 20.0
@@ -69,3 +71,4 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     """A job's nodes on loopback addresses; what still runs at the end is killed."""
     with Cluster(tmp_path / "cluster", patience_s=150.0) as nodes:
         yield nodes
+    sweep()  # what the next start would do after a node that was killed as a whole

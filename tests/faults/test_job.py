@@ -1,0 +1,142 @@
+"""Faults on whole jobs: two or three nodes, real training, kills and signals."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from cluster import Cluster
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+SMALL = ["--dim=32", "--heads=2", "--seq-len=32", "--global-batch=4", "--micro-batch=2", "--steps=100000"]
+GPT = [str(ROOT / "examples" / "train_gpt.py"), *SMALL]
+TWO = ["--nproc-per-node=1", "--max-restarts=5", "--rdzv-conf=last_call_timeout=20"]
+
+
+def end(cluster: Cluster) -> None:
+    """Ctrl-C on one node ends the job on all."""
+    cluster.agents["a"].send_signal(signal.SIGINT)
+    assert {cluster.exit_code(name) for name in cluster.agents} == {130}
+
+
+def start_two(cluster: Cluster, nnodes: str = "1:2", command: list[str] = GPT) -> None:
+    cluster.start("a", "127.0.0.1", [f"--nnodes={nnodes}", *TWO], command)
+    cluster.start("b", "127.0.0.2", [f"--nnodes={nnodes}", *TWO], command)
+
+
+def process(cluster: Cluster, node: str, module: str) -> int:
+    """Pid of a node's process that runs `module`."""
+    folder = cluster.event(node, "started")["dir"]
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                argv = (entry / "cmdline").read_bytes().decode().split("\0")
+            except OSError:
+                continue
+            if module in argv and any(folder in argument for argument in argv):
+                return int(entry.name)
+    raise AssertionError(f"no {module} on node {node}")
+
+
+def test_a_drained_node_leaves_and_no_step_is_lost(cluster: Cluster) -> None:
+    start_two(cluster)
+    cluster.wait_round(0, 2)
+    cluster.agents["b"].send_signal(signal.SIGTERM)
+    assert cluster.agents.pop("b").wait(cluster.patience_s) == 128 + signal.SIGTERM
+    event = cluster.wait_round(1, 1)
+    assert event["cause"] == "node_left"
+    parked = cluster.events(kind="parked")
+    assert {event["step"]} == {record["step"] for record in parked}
+    end(cluster)
+
+
+def test_a_lost_node_that_hosted_rank_0_is_replaced_by_a_spare(cluster: Cluster) -> None:
+    """The first node hosts the etcd, so the second one is made rank 0 by --node-rank."""
+    cluster.start("a", "127.0.0.1", ["--nnodes=2:2", "--node-rank=1", *TWO], GPT)
+    cluster.start("b", "127.0.0.2", ["--nnodes=2:2", "--node-rank=0", *TWO], GPT)
+    node_b = cluster.event("b", "joined")["node"]
+    assert cluster.wait_round(0, 2)["nodes"][0] == node_b
+    cluster.start("c", "127.0.0.3", ["--nnodes=2:2", *TWO], GPT)
+    node_c = cluster.event("c", "joined")["node"]
+    cluster.progress(3)
+    cluster.kill_node("b")
+    event = cluster.wait_round(1, 2)
+    assert event["cause"] == "node_lost"
+    assert set(event["nodes"]) == {cluster.event("a", "joined")["node"], node_c}
+    assert event["step"] >= 3, "went on from memory"
+    end(cluster)
+
+
+def test_killed_store_and_view_come_back_and_still_hold_all(cluster: Cluster) -> None:
+    start_two(cluster)
+    cluster.wait_round(0, 2)
+    os.kill(process(cluster, "a", "tenplexrun.store.server"), signal.SIGKILL)
+    os.kill(process(cluster, "a", "tenplexrun.vfs.server"), signal.SIGKILL)
+    cluster.wait(lambda: len(cluster.events("a", "process_ended")) == 2, "both deaths")
+    cluster.progress(5)
+    before = cluster.committed()
+    cluster.kill_worker("b", 0)
+    event = cluster.wait_round(1, 2)
+    assert event["step"] >= before
+    end(cluster)
+
+
+def test_without_restarts_left_all_nodes_end_with_the_first_cause(cluster: Cluster, tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text("import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(5)\ntime.sleep(300)\n")
+    flags = ["--nnodes=2", "--nproc-per-node=1", "--max-restarts=1"]
+    cluster.start("a", "127.0.0.1", flags, [str(path)])
+    cluster.start("b", "127.0.0.2", flags, [str(path)])
+    assert cluster.exit_code("a") == cluster.exit_code("b") == 5
+    for name in ("a", "b"):
+        assert "rank 1" in cluster.log(name)
+        assert "no restarts left" in cluster.log(name)
+    rounds = [event for event in cluster.events(kind="round") if event["phase"] == "running"]
+    assert [event["number"] for event in rounds] == [0, 1]
+
+
+def test_a_layout_that_cannot_be_is_refused_and_the_job_goes_on(cluster: Cluster) -> None:
+    start_two(cluster)
+    cluster.wait_round(0, 2)
+    answer = cluster.ctl("resize", "--tp=3")
+    assert answer.returncode != 0
+    assert answer.stdout.startswith("refused:")
+    assert cluster.ctl("resize", "--pp=0").returncode == 2
+    cluster.progress(3)
+    assert "round 0 running" in cluster.ctl("status").stdout
+    end(cluster)
+
+
+def test_survivors_go_on_when_a_node_dies_under_a_script_that_only_reads_variables(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(
+        "import time, torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "for _ in range(100000):\n"
+        "    dist.all_reduce(torch.ones(1)); time.sleep(0.05)\n"
+    )
+    start_two(cluster, command=[str(path)])
+    cluster.wait(lambda: len(cluster.events("*", "spawned")) == 2, "workers on both nodes")
+    cluster.kill_node("b")
+    cluster.wait(lambda: any(e["round"] == 1 for e in cluster.events("a", "spawned")), "a round of the survivor")
+    end(cluster)
+
+
+@pytest.mark.slow
+def test_a_paused_agent_is_fenced_and_joins_again_as_a_new_node(cluster: Cluster) -> None:
+    start_two(cluster)
+    cluster.wait_round(0, 2)
+    first = cluster.event("b", "joined")["node"]
+    cluster.agents["b"].send_signal(signal.SIGSTOP)
+    cluster.wait_round(1, 1)
+    time.sleep(3)
+    cluster.agents["b"].send_signal(signal.SIGCONT)
+    cluster.wait(lambda: cluster.events("b", "fenced"), "the node to notice")
+    event = cluster.wait_round(2, 2)
+    assert first not in event["nodes"]
+    end(cluster)
