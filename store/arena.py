@@ -265,8 +265,8 @@ class Arena:
         missing = {
             fqn
             for rank in claim.ranks
-            for fqn, region in layout.regions_of(claim.config, rank).items()
-            if subtract(region, held.get(fqn, ()))
+            for fqn, regions in layout.regions_of(claim.config, rank).items()
+            if any(subtract(region, held.get(fqn, ())) for region in regions)
         }
         return Holding(index.snapshot, (claim,), index.committed, tuple(sorted(missing)), index.consumed)
 

@@ -69,12 +69,16 @@ def arena_map(layout: Layout, config: ParallelConfig, ranks: Iterable[int]) -> A
     """The slot of a node with these global ranks: each distinct region once, however many of its ranks hold it.
 
     A region that several ranks hold is written by the one with the fewest bytes so far (the lowest of equals),
-    after the regions that only one rank holds have been counted.
+    after the regions that only one rank holds have been counted. Where replicas may differ (`first`) it is the lowest.
     """
     owners: dict[tuple[str, Region], list[int]] = {}
     for rank in sorted(set(ranks)):
-        for fqn, region in layout.regions_of(config, rank).items():
-            owners.setdefault((fqn, region), []).append(rank)
+        for fqn, regions in layout.regions_of(config, rank).items():
+            for region in regions:
+                owners.setdefault((fqn, region), []).append(rank)
+    for fqn, region in owners:
+        if layout.spec(fqn).replicas == "first":
+            owners[fqn, region] = owners[fqn, region][:1]
     sizes = {key: key[1].num_elements * item_bytes(layout.spec(key[0]).dtype) for key in owners}
     writers = _writers(owners, sizes)
     entries, offset = [], 0

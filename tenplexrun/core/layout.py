@@ -8,194 +8,99 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, product
+from math import prod
 from typing import Any
 
-from tenplexrun.core import records
-from tenplexrun.core.dtypes import item_bytes
-from tenplexrun.core.parallel import AXES, ParallelConfig
+from tenplexrun.core import local, records
+from tenplexrun.core.local import Local, Part
+from tenplexrun.core.ops import Buffer, Flat, Op, Order, Pad, Shard
+from tenplexrun.core.parallel import ALL_AXES, ParallelConfig
+from tenplexrun.core.ranges import Place, places
 from tenplexrun.core.records import Record
 from tenplexrun.core.regions import Region
+from tenplexrun.core.shared import Boxes, SharedRegions
+from tenplexrun.core.spec import TensorSpec
 from tenplexrun.core.stages import Stage, Stages
 from tenplexrun.errors import LayoutError
 
-__all__ = ["SCHEMA", "Layout", "Shard", "Stage", "Stages", "TensorSpec"]
+__all__ = [
+    "SCHEMA", "Buffer", "Flat", "Layout", "Local", "Op", "Order", "Pad", "Part", "Shard", "Stage", "Stages",
+    "TensorSpec",
+]  # fmt: skip
 
-SCHEMA = 1
-POLICIES = ("ceil", "even", "front")
+SCHEMA = 2
+"""1 knew Shard with one axis, and neither buffers nor copies; it is still read."""
 
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """Dim `dim` is split over mesh axis `axis`.
-
-    Policy for a length that the axis does not divide: `ceil` makes parts of ceil(length / parts), the last ones
-    shorter or empty (torch.chunk, DTensor); `front` gives the first parts one more (numpy.array_split); `even` refuses.
-    """
-
-    dim: int
-    axis: str
-    policy: str = "ceil"
-
-    def __post_init__(self) -> None:
-        records.whole(self.dim, "the dim of a shard")
-        if self.axis not in AXES:
-            raise LayoutError(f"no mesh axis is called {self.axis!r}; use one of {', '.join(AXES)}")
-        if self.policy not in POLICIES:
-            raise LayoutError(f"unknown shard policy {self.policy!r}; use one of {', '.join(POLICIES)}")
-
-    def part(self, start: int, length: int, parts: int, index: int) -> tuple[int, int]:
-        """(start, length) of one of `parts` parts of an interval. Raises LayoutError where `even` does not divide."""
-        if self.policy == "ceil":
-            chunk = -(-length // parts)
-            low, high = min(index * chunk, length), min((index + 1) * chunk, length)
-            return start + low, high - low
-        size, rest = divmod(length, parts)
-        if rest and self.policy == "even":
-            raise LayoutError(f"dim {self.dim} of length {length} does not divide by {self.axis}={parts}")
-        return start + index * size + min(index, rest), size + (index < rest)
-
-    def to_json(self) -> Record:
-        return {"op": "shard", "dim": self.dim, "axis": self.axis, "policy": self.policy}
-
-    @classmethod
-    def from_json(cls, record: object) -> Shard:
-        known = records.fields(record, "an operation of a layout", ("op", "dim", "axis", "policy"))
-        if known["op"] != "shard":
-            raise LayoutError(f"unknown layout operation {known['op']!r}; run one version of tenplexrun on all nodes")
-        return cls(known["dim"], known["axis"], known["policy"])
-
-
-At = tuple[tuple[str, int], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """One tensor of the state: global name, global shape, element type, partitioning and owners.
-
-    `ops` apply in order; several on one dim nest, the first outermost. `stage`: owned by one pp coordinate.
-    `at`: the state of one mesh coordinate alone (a random generator's), as (axis, coordinate) pairs or a mapping;
-    where a config has no such coordinate nobody needs it, and when its owner is lost, it is lost.
-    Raises LayoutError when these contradict one another.
-    """
-
-    fqn: str
-    shape: tuple[int, ...]
-    dtype: str
-    ops: tuple[Shard, ...] = ()
-    stage: Stage | None = None
-    at: At | Mapping[str, int] | None = None
-
-    def __post_init__(self) -> None:
-        records.text(self.fqn, "the name of a tensor")
-        object.__setattr__(self, "shape", tuple(self.shape))
-        object.__setattr__(self, "ops", tuple(self.ops))
-        pairs = dict(self.at) if self.at is not None else None
-        object.__setattr__(self, "at", None if pairs is None else tuple(sorted(pairs.items())))
-        try:
-            self._check(pairs or {})
-        except LayoutError as error:
-            raise LayoutError(f"tensor {self.fqn}: {error}") from None
-
-    @property
-    def coordinate(self) -> At:
-        """`at` as sorted pairs; empty where there is none."""
-        return tuple(self.at) if isinstance(self.at, tuple) else ()
-
-    @property
-    def num_bytes(self) -> int:
-        """Of the whole tensor, once."""
-        return self.whole.num_elements * item_bytes(self.dtype)
-
-    @property
-    def whole(self) -> Region:
-        return Region.whole(self.shape)
-
-    def region(self, config: ParallelConfig, coord: Mapping[str, int]) -> Region | None:
-        """The box that the rank at mesh coordinate `coord` holds (it may be empty); None where it is no owner.
-
-        Raises LayoutError where an `even` shard does not divide.
-        """
-        return _box(self, config, coord) if self.owned(config, coord) else None
-
-    def owned(self, config: ParallelConfig, coord: Mapping[str, int]) -> bool:
-        if self.stage is not None and coord["pp"] != self.stage.owner(config.pp):
-            return False
-        return all(coord[axis] == index for axis, index in self.coordinate)
-
-    def to_json(self) -> Record:
-        record: Record = {"fqn": self.fqn, "shape": list(self.shape), "dtype": self.dtype}
-        if self.ops:
-            record["ops"] = [op.to_json() for op in self.ops]
-        if self.stage is not None:
-            record["stage"] = self.stage.to_json()
-        if self.at is not None:
-            record["at"] = dict(self.at)
-        return record
-
-    @classmethod
-    def from_json(cls, record: object) -> TensorSpec:
-        known = records.fields(record, "a tensor of a layout", ("fqn", "shape", "dtype"), ("ops", "stage", "at"))
-        at = known.get("at")
-        if at is not None:
-            records.fields(at, "the coordinate of a tensor", (), AXES)
-        return cls(
-            known["fqn"],
-            tuple(records.items(known["shape"], "the shape of a tensor")),
-            known["dtype"],
-            tuple(Shard.from_json(op) for op in records.items(known.get("ops", ()), "the operations of a tensor")),
-            Stage.from_json(known["stage"]) if known.get("stage") is not None else None,
-            at,
-        )
-
-    def _check(self, at: Mapping[str, int]) -> None:
-        for length in self.shape:
-            records.whole(length, "a length of a shape")
-        item_bytes(self.dtype)
-        axes = [op.axis for op in self.ops]
-        if self.stage is not None:
-            axes.append("pp")
-        for axis, index in at.items():
-            records.whole(index, f"the coordinate on axis {axis}")
-            axes.append(axis)
-        for axis in axes:
-            if axis not in AXES or axes.count(axis) > 1:
-                raise LayoutError(f"axis {axis!r} is unknown or used twice; each of {', '.join(AXES)} at most once")
-        for op in self.ops:
-            if op.dim >= len(self.shape):
-                raise LayoutError(f"dim {op.dim} is sharded, but the shape {self.shape} has {len(self.shape)} dims")
+Coord = Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """All tensors of a job's state, sorted by name. Raises LayoutError when a name comes twice."""
+    """All tensors of a job's state, sorted by name, and the buffers that `Flat` speaks of.
+
+    Raises LayoutError when a name comes twice.
+    """
 
     tensors: tuple[TensorSpec, ...]
+    buffers: tuple[Buffer, ...] = ()
     _memo: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         ordered = tuple(sorted(self.tensors, key=lambda spec: spec.fqn))
-        for spec, following in pairwise(ordered):
-            if spec.fqn == following.fqn:
-                raise LayoutError(f"two tensors are called {spec.fqn}; give names that are unique over all stages")
+        names = sorted(name for spec in ordered for name in (spec.fqn, *spec.aliases))
+        for name, following in pairwise(names):
+            if name == following:
+                raise LayoutError(f"two tensors are called {name}; give names that are unique over all stages")
+        buffers = {buffer.name: buffer for buffer in sorted(self.buffers, key=lambda buffer: buffer.name)}
+        if len(buffers) != len(self.buffers):
+            raise LayoutError("two buffers of the layout have one name")
         object.__setattr__(self, "tensors", ordered)
-        self._memo["specs"] = {spec.fqn: spec for spec in ordered}
+        object.__setattr__(self, "buffers", tuple(buffers.values()))
+        specs = {spec.fqn: spec for spec in ordered}
+        self._memo["specs"] = specs
+        self._memo["aliases"] = {alias: spec for spec in ordered for alias in spec.aliases}
+        self._memo["buffers"] = buffers
+        for spec in ordered:
+            named = spec.flat.buffer if spec.flat is not None else None
+            if named is not None and (named not in buffers or spec.fqn not in buffers[named].fqns):
+                raise LayoutError(f"tensor {spec.fqn} is a range of the buffer {named}, which does not name it")
+        for buffer in buffers.values():
+            flats = {specs[fqn].flat for fqn in buffer.fqns if fqn in specs}
+            if len(flats) > 1 or None in flats:
+                raise LayoutError(f"the tensors of buffer {buffer.name} need the same Flat operation, at their end")
 
     @classmethod
     def merge(cls, layouts: Iterable[Layout]) -> Layout:
         """The union. Raises LayoutError when two describe one name differently."""
         specs: dict[str, TensorSpec] = {}
+        buffers: dict[str, Buffer] = {}
         for layout in layouts:
             for spec in layout.tensors:
-                known = specs.setdefault(spec.fqn, spec)
-                if known != spec:
+                _same(specs.setdefault(spec.fqn, spec), spec, f"tensor {spec.fqn}")
+            for buffer in layout.buffers:
+                _same(buffers.setdefault(buffer.name, buffer), buffer, f"buffer {buffer.name}")
+        return cls(tuple(specs.values()), tuple(buffers.values()))
+
+    @classmethod
+    def union(cls, config: ParallelConfig, declared: Mapping[int, Layout]) -> Layout:
+        """`merge` of what each rank (all of them) declares, and proof that each has just what the union gives it.
+
+        Raises LayoutError naming rank and tensor: layer numbers local to a stage, or a forgotten tensor, show so.
+        """
+        layout = cls.merge(declared.values())
+        for rank, own in sorted(declared.items()):
+            coord = config.expand(config.coord(rank))
+            for spec in layout.tensors:
+                if spec.owned(config, coord) != (spec.fqn in own._memo["specs"]):
+                    has = "declares" if spec.fqn in own else "lacks"
                     raise LayoutError(
-                        f"tensor {spec.fqn} is declared in two ways: {known.to_json()} and {spec.to_json()}; "
-                        "use global names (a stage's own layer numbers collide) and equal rules on all ranks"
+                        f"rank {rank} {has} {spec.fqn}, which by its stage and coordinate is "
+                        f"{'another' if spec.fqn in own else 'its'} rank's; use global names on all ranks"
                     )
-        return cls(tuple(specs.values()))
+        return layout
 
     @property
     def digest(self) -> str:
@@ -214,74 +119,204 @@ class Layout:
         return fqn in self._memo["specs"]
 
     def spec(self, fqn: str) -> TensorSpec:
-        """Raises LayoutError for a name that is not in the layout."""
-        found: TensorSpec | None = self._memo["specs"].get(fqn)
+        """By name or alias. Raises LayoutError for a name that is not in the layout."""
+        found: TensorSpec | None = self._memo["specs"].get(fqn) or self._memo["aliases"].get(fqn)
         if found is None:
             raise LayoutError(f"the layout {self.digest} has no tensor {fqn}")
         return found
 
-    def region(self, fqn: str, config: ParallelConfig, coord: Mapping[str, int]) -> Region | None:
-        """What the rank at `coord` holds of a tensor; see `TensorSpec.region`."""
+    def region(self, fqn: str, config: ParallelConfig, coord: Coord) -> Region | None:
+        """What the rank at `coord` holds of a tensor that is one box; see `TensorSpec.region`."""
         return self.spec(fqn).region(config, coord)
 
-    def regions_of(self, config: ParallelConfig, rank: int) -> Mapping[str, Region]:
-        """The non-empty region that `rank` holds of each tensor that it owns, by name. Do not change the result.
+    def local(self, fqn: str, config: ParallelConfig, coord: Coord) -> Local | None:
+        """The rank's own array of a tensor, box by box; None where it is no owner. Raises LayoutError as `check`."""
+        spec, full = self.spec(fqn), config.expand(coord)
+        if not spec.owned(config, full):
+            return None
+        place = self._place(spec, config, full)
+        runs = spec.runs(config, full)
+        return local.whole(runs) if place is None else local.flat(runs, *place)
 
-        Raises LayoutError where `check` would, ValueError for a rank outside the world.
+    def regions_of(self, config: ParallelConfig, rank: int) -> SharedRegions:
+        """The non-empty regions that `rank` holds of each tensor that it owns, sorted, by name.
+
+        They are the fewest boxes, disjoint. Raises LayoutError where `check` would, ValueError for a rank outside.
         """
-        key = (config, rank)
-        if key not in self._memo:
-            self._memo[key] = self._evaluate(config, config.coord(rank))
-        found: Mapping[str, Region] = self._memo[key]
-        return found
+        return self.regions_at([(config, rank)])
+
+    def regions_at(self, ranks: Iterable[tuple[ParallelConfig, int]]) -> SharedRegions:
+        """The distinct regions that several ranks, of one or more configs, hold together."""
+        keys: set[tuple[ParallelConfig, tuple[int, ...]]] = set()
+        own: dict[str, set[Region]] = {}
+        for config, rank in ranks:
+            full = config.expand(config.coord(rank))
+            keys.add((config, tuple(full[axis] for axis in self.axes)))
+            for spec in self._at(full):
+                for region in self._regions(spec, config, full):
+                    own.setdefault(spec.fqn, set()).add(region)
+        shared = self._union(frozenset(keys))
+        return SharedRegions(shared, {fqn: tuple(sorted(own[fqn])) for fqn in sorted(own)})
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes on which the tensors that are not one coordinate's own depend."""
+        if "axes" not in self._memo:
+            named = {axis for spec in self.tensors if spec.at is None for axis in spec.axes}
+            self._memo["axes"] = tuple(axis for axis in ALL_AXES if axis in named)
+        axes: tuple[str, ...] = self._memo["axes"]
+        return axes
+
+    def coordinates(self, spec: TensorSpec, config: ParallelConfig) -> Iterator[dict[str, int]]:
+        """The full coordinates, one for each way in which ranks can differ for `spec`: others hold replicas."""
+        axes = [axis for axis in spec.axes if axis != "pp" or not spec.stage]
+        for index in product(*(range(config.size(axis)) for axis in axes)):
+            yield {**dict.fromkeys(ALL_AXES, 0), **dict(zip(axes, index, strict=True))}
 
     def check(self, config: ParallelConfig) -> None:
         """Raises LayoutError, one line, when this state cannot be laid out under `config`."""
-        if config.ep > 1:
-            raise LayoutError(f"ep={config.ep}: expert parallelism is not supported yet; use ep=1")
-        origin = dict.fromkeys(AXES, 0)
+        if ("checked", config) in self._memo:
+            return
+        seen: set[Any] = set()
         for spec in self.tensors:
-            if spec.stage is not None and config.pp > spec.stage.of:
-                raise LayoutError(
-                    f"pp={config.pp} stages cannot share {spec.stage.of} items ({spec.fqn}); use pp <= {spec.stage.of}"
-                )
+            for stage in (spec.stage, *spec.copies) if spec.stage is not None else ():
+                if config.pp > stage.of:
+                    raise LayoutError(
+                        f"pp={config.pp} stages cannot share {stage.of} items ({spec.fqn}); use pp <= {stage.of}"
+                    )
+            if (spec.shape, spec.ops) in seen:
+                continue
+            seen.add((spec.shape, spec.ops))
             try:
-                _box(spec, config, origin)
+                for coord in self.coordinates(spec, config) if spec.at is None else ():
+                    spec.runs(config, coord)
             except LayoutError as error:
                 raise LayoutError(f"tensor {spec.fqn} {spec.shape}: {error}; choose other sizes") from None
+        for buffer in self.buffers:
+            absent = [fqn for fqn in buffer.fqns if fqn not in self]
+            if absent:
+                raise LayoutError(f"buffer {buffer.name} names {absent[0]}, which is no tensor of the layout")
+        self._memo["checked", config] = True
 
     def to_json(self) -> Record:
-        return {"schema": SCHEMA, "tensors": [spec.to_json() for spec in self.tensors]}
+        record: Record = {"schema": SCHEMA, "tensors": [spec.to_json() for spec in self.tensors]}
+        if self.buffers:
+            record["buffers"] = [buffer.to_json() for buffer in self.buffers]
+        return record
 
     @classmethod
     def from_json(cls, record: object) -> Layout:
         """Raises LayoutError for other schema versions and for anything unknown."""
-        known = records.fields(record, "a layout", ("schema", "tensors"))
-        if known["schema"] != SCHEMA:
+        known = records.fields(record, "a layout", ("schema", "tensors"), ("buffers",))
+        if known["schema"] not in (1, SCHEMA):
             raise LayoutError(f"layout schema {known['schema']!r}, want {SCHEMA}; run one version on all nodes")
-        return cls(tuple(TensorSpec.from_json(spec) for spec in records.items(known["tensors"], "a layout's tensors")))
+        buffers = map(Buffer.from_json, records.items(known.get("buffers", ()), "a layout's buffers"))
+        specs = map(TensorSpec.from_json, records.items(known["tensors"], "a layout's tensors"))
+        return cls(tuple(specs), tuple(buffers))
 
-    def _evaluate(self, config: ParallelConfig, coord: Mapping[str, int]) -> dict[str, Region]:
-        """One box for each distinct (shape, ops): a model has few of them."""
-        boxes: dict[Any, Region] = {}
-        found = {}
-        for spec in self.tensors:
-            if not spec.owned(config, coord):
-                continue
-            signature = (spec.shape, spec.ops)
-            box = boxes.get(signature)
-            if box is None:
-                box = boxes[signature] = _box(spec, config, coord)
-            if not box.is_empty:
-                found[spec.fqn] = box
+    # --- evaluation: a model has few distinct tensors and a mesh few distinct ranks, so all is remembered ----------
+
+    def _at(self, coord: Coord) -> Iterable[TensorSpec]:
+        """The tensors that are this coordinate's own."""
+        if "at" not in self._memo:
+            by_axes: dict[tuple[str, ...], dict[tuple[int, ...], list[TensorSpec]]] = {}
+            for spec in self.tensors:
+                if spec.at is not None:
+                    axes = tuple(axis for axis, _ in spec.coordinate)
+                    index = tuple(index for _, index in spec.coordinate)
+                    by_axes.setdefault(axes, {}).setdefault(index, []).append(spec)
+            self._memo["at"] = by_axes
+        for axes, found in self._memo["at"].items():
+            yield from found.get(tuple(coord[axis] for axis in axes), ())
+
+    def _union(self, keys: frozenset[tuple[ParallelConfig, tuple[int, ...]]]) -> Boxes:
+        """One mapping object for equal keys: that objects are the same lets the planner know equal nodes by it."""
+        if keys not in self._memo:
+            bases = [self._base(config, key) for config, key in sorted(keys, key=lambda one: (str(one[0]), one[1]))]
+            if len(bases) == 1:
+                self._memo[keys] = bases[0]
+            else:
+                gathered: dict[str, list[tuple[Region, ...]]] = {}
+                for base in bases:
+                    for fqn, boxes in base.items():
+                        gathered.setdefault(fqn, []).append(boxes)
+                merged: dict[tuple[int, ...], tuple[Region, ...]] = {}
+                self._memo[keys] = {fqn: self._together(gathered[fqn], merged) for fqn in sorted(gathered)}
+        found: Boxes = self._memo[keys]
+        return found
+
+    def _together(
+        self, several: list[tuple[Region, ...]], merged: dict[tuple[int, ...], tuple[Region, ...]]
+    ) -> tuple[Region, ...]:
+        key = tuple(map(id, several))  # they are interned
+        if key not in merged:
+            merged[key] = self._interned(tuple(sorted({region for boxes in several for region in boxes})))
+        return merged[key]
+
+    def _interned(self, boxes: tuple[Region, ...]) -> tuple[Region, ...]:
+        known: tuple[Region, ...] = self._memo.setdefault(("boxes", boxes), boxes)
+        return known
+
+    def _base(self, config: ParallelConfig, key: tuple[int, ...]) -> Boxes:
+        """What a rank with these coordinates on `axes` holds."""
+        if (config, key) not in self._memo:
+            coord = {**dict.fromkeys(ALL_AXES, 0), **dict(zip(self.axes, key, strict=True))}
+            known: dict[Any, tuple[Region, ...]] = {}
+            found = {}
+            for spec in self._owned(config.pp, coord["pp"]):
+                signature = (spec.shape, spec.ops) if spec.flat is None or spec.flat.buffer is None else spec.fqn
+                if signature not in known:
+                    known[signature] = self._interned(self._regions(spec, config, coord))
+                if known[signature]:
+                    found[spec.fqn] = known[signature]
+            self._memo[config, key] = found
+        base: Boxes = self._memo[config, key]
+        return base
+
+    def _owned(self, pp: int, stage: int) -> list[TensorSpec]:
+        if ("owned", pp) not in self._memo:
+            by_stage: list[list[TensorSpec]] = [[] for _ in range(pp)]
+            for spec in self.tensors:
+                if spec.at is None:
+                    owners = spec.owners(pp)
+                    for owner in range(pp) if owners is None else owners:
+                        by_stage[owner].append(spec)
+            self._memo["owned", pp] = by_stage
+        found: list[TensorSpec] = self._memo["owned", pp][stage]
+        return found
+
+    def _regions(self, spec: TensorSpec, config: ParallelConfig, coord: Coord) -> tuple[Region, ...]:
+        runs = spec.runs(config, coord)
+        if spec.flat is None:
+            return local.regions(runs)
+        place = self._place(spec, config, coord)
+        assert place is not None
+        return local.joined([part.region for part in local.flat(runs, *place).parts])
+
+    def _place(self, spec: TensorSpec, config: ParallelConfig, coord: Coord) -> Place | None:
+        """Which range of the stored tensor a rank has by `Flat`, and where; None without `Flat`."""
+        if spec.flat is None:
+            return None
+        if spec.flat.buffer is None:
+            low, high, length = spec.range(config, coord, prod(local.lengths(spec.runs(config, coord))))
+            return low, high, 0, length
+        key = ("places", spec.flat.buffer, config, tuple(coord[axis] for axis in (*self.axes, *spec.axes)))
+        if key not in self._memo:
+            buffer: Buffer = self._memo["buffers"][spec.flat.buffer]
+            members = [self._memo["specs"][fqn] for fqn in buffer.fqns if fqn in self]
+            sizes = {
+                member.fqn: prod(local.lengths(member.runs(config, coord)))
+                for member in members
+                if member.owned(config, coord)
+            }
+            self._memo[key] = places(buffer, spec.flat, sizes, config, coord)
+        found: Place = self._memo[key][spec.fqn]
         return found
 
 
-def _box(spec: TensorSpec, config: ParallelConfig, coord: Mapping[str, int]) -> Region:
-    """The operations of `spec` applied one after the other, whoever owns it."""
-    offsets, lengths = [0] * len(spec.shape), list(spec.shape)
-    for op in spec.ops:
-        offsets[op.dim], lengths[op.dim] = op.part(
-            offsets[op.dim], lengths[op.dim], config.size(op.axis), coord[op.axis]
+def _same(known: TensorSpec | Buffer, other: TensorSpec | Buffer, what: str) -> None:
+    if known != other:
+        raise LayoutError(
+            f"{what} is declared in two ways: {known.to_json()} and {other.to_json()}; "
+            "use global names (a stage's own layer numbers collide) and equal rules on all ranks"
         )
-    return Region(tuple(offsets), tuple(lengths))

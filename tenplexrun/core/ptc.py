@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tenplexrun.core import records
@@ -10,7 +9,8 @@ from tenplexrun.core.dtypes import item_bytes
 from tenplexrun.core.layout import Layout
 from tenplexrun.core.parallel import ParallelConfig
 from tenplexrun.core.records import Record
-from tenplexrun.core.regions import Region
+from tenplexrun.core.regions import Region, subtract
+from tenplexrun.core.shared import Boxes, SharedRegions
 from tenplexrun.errors import LayoutError
 
 
@@ -24,30 +24,29 @@ class PTC:
     layout: Layout
     config: ParallelConfig
     nodes: tuple[str, ...]
-    _memo: dict[str, dict[str, tuple[Region, ...]]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _memo: dict[str, SharedRegions] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _ranks: dict[str, list[int]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "nodes", tuple(self.nodes))
         if len(self.nodes) != self.config.world_size:
             raise LayoutError(f"{self.config} has {self.config.world_size} ranks, but {len(self.nodes)} were placed")
         self.layout.check(self.config)
+        for rank, node in enumerate(self.nodes):
+            self._ranks.setdefault(node, []).append(rank)
 
     def ranks_on(self, node: str) -> tuple[int, ...]:
         """Ranks of a node, ascending; none for an unknown node."""
-        return tuple(rank for rank, where in enumerate(self.nodes) if where == node)
+        return tuple(self._ranks.get(node, ()))
 
-    def regions_of(self, rank: int) -> Mapping[str, Region]:
-        """The non-empty region that `rank` holds of each of its tensors, by fqn."""
+    def regions_of(self, rank: int) -> Boxes:
+        """The non-empty regions that `rank` holds of each of its tensors, by fqn."""
         return self.layout.regions_of(self.config, rank)
 
-    def regions_on(self, node: str) -> Mapping[str, tuple[Region, ...]]:
+    def regions_on(self, node: str) -> SharedRegions:
         """The distinct regions that a node's ranks hold, sorted, by fqn. Those of one tensor are disjoint."""
         if node not in self._memo:
-            found: dict[str, set[Region]] = {}
-            for rank in self.ranks_on(node):
-                for fqn, region in self.regions_of(rank).items():
-                    found.setdefault(fqn, set()).add(region)
-            self._memo[node] = {fqn: tuple(sorted(found[fqn])) for fqn in sorted(found)}
+            self._memo[node] = self.layout.regions_at((self.config, rank) for rank in self.ranks_on(node))
         return self._memo[node]
 
     def ranks_of(self, fqn: str, region: Region) -> tuple[int, ...]:
@@ -56,7 +55,7 @@ class PTC:
         return tuple(
             rank
             for rank in range(self.config.world_size)
-            if (own := self.regions_of(rank).get(fqn)) is not None and own.contains(region)
+            if fqn in self.regions_of(rank) and not subtract(region, self.regions_of(rank)[fqn])
         )
 
     @property
@@ -65,7 +64,7 @@ class PTC:
         return self.layout.num_bytes
 
     def bytes_of(self, rank: int) -> int:
-        return sum(self._bytes(fqn, region) for fqn, region in self.regions_of(rank).items())
+        return sum(self._bytes(fqn, one) for fqn, regions in self.regions_of(rank).items() for one in regions)
 
     def bytes_on(self, node: str) -> int:
         """Of the node's distinct regions: what its ranks share counts once."""

@@ -51,12 +51,17 @@ def flag(value: object, what: str) -> bool:
 
 def config(value: object) -> ParallelConfig:
     """The parallel config of a record; axes that it does not name have size 1."""
-    sizes = fields(value, "a parallel config", (), ("pp", "dp", "cp", "ep", "tp"))
-    checked = {axis: whole(size, f"the size of axis {axis}", 1) for axis, size in sizes.items()}
+    sizes = ("pp", "dp", "cp", "ep", "tp")
+    known = fields(value, "a parallel config", (), (*sizes, "etp", "dp_shard", "order"))
+    for name, size in known.items():
+        if name != "order":
+            whole(size, f"the size of axis {name}", int(name in sizes))
+    for axis in items(known.get("order", ()), "the order of the axes"):
+        text(axis, "an axis of the order")
     try:
-        return ParallelConfig(**checked)
+        return ParallelConfig.from_json(known)
     except ValueError as error:
-        raise LayoutError(f"a parallel config cannot be {checked}: {error}") from None
+        raise LayoutError(f"a parallel config cannot be {dict(known)}: {error}") from None
 
 
 def _short(value: object) -> str:

@@ -11,6 +11,7 @@ from tenplexrun.core.layout import Layout
 from tenplexrun.core.parallel import ParallelConfig
 from tenplexrun.core.records import Record
 from tenplexrun.core.regions import Region, subtract
+from tenplexrun.core.shared import Boxes, parted
 from tenplexrun.errors import LayoutError
 
 __all__ = [
@@ -100,30 +101,35 @@ class Holding:
         )
 
 
-Regions = Mapping[str, tuple[Region, ...]]
+Regions = Boxes
 """Of a node or a group: for each tensor's name the distinct regions, sorted."""
 
 
-def regions_of_holdings(holdings: Iterable[Holding], layout: Layout) -> dict[str, tuple[Region, ...]]:
+def regions_of_holdings(holdings: Iterable[Holding], layout: Layout) -> Regions:
     """All that a node's holdings of one snapshot add up to. Raises LayoutError when the layout is another one's."""
     found: dict[str, set[Region]] = {}
+    whole: list[tuple[ParallelConfig, int]] = []
     for holding in holdings:
         if holding.snapshot.digest != layout.digest:
             raise LayoutError(
                 f"snapshot {holding.snapshot} is of layout {holding.snapshot.digest}, not {layout.digest}"
             )
-        bad = set(holding.except_)
-        for claim in holding.claims:
-            for rank in claim.ranks:
-                for fqn, region in layout.regions_of(claim.config, rank).items():
-                    if fqn not in bad:
-                        found.setdefault(fqn, set()).add(region)
+        ranks = [(claim.config, rank) for claim in holding.claims for rank in claim.ranks]
+        if not holding.except_:
+            whole.extend(ranks)
+            continue
+        for fqn, boxes in layout.regions_at(ranks).items():
+            if fqn not in holding.except_:
+                found.setdefault(fqn, set()).update(boxes)
+    held = layout.regions_at(whole)
+    if not found:
+        return held
+    for fqn, boxes in held.items():
+        found.setdefault(fqn, set()).update(boxes)
     return {fqn: tuple(sorted(found[fqn])) for fqn in sorted(found)}
 
 
-def holders_of(
-    snapshot: SnapshotId, holdings: Mapping[str, Iterable[Holding]], layout: Layout
-) -> dict[str, dict[str, tuple[Region, ...]]]:
+def holders_of(snapshot: SnapshotId, holdings: Mapping[str, Iterable[Holding]], layout: Layout) -> dict[str, Regions]:
     """For each node (sorted) that holds anything of `snapshot`: its regions, as the planner wants them."""
     holders = {}
     for node in sorted(holdings):
@@ -136,9 +142,10 @@ def holders_of(
 def gaps(layout: Layout, holders: Mapping[str, Regions]) -> list[tuple[str, Region]]:
     """The regions of `layout` that no holder has, as (fqn, region). The state of one coordinate (`at`) is no gap."""
     missing: list[tuple[str, Region]] = []
+    distinct = list({id(shared): shared for shared, _ in map(parted, holders.values())}.values())
     for spec in layout.tensors:
         if not spec.at:
-            held = sorted({region for regions in holders.values() for region in regions.get(spec.fqn, ())})
+            held = sorted({region for regions in distinct for region in regions.get(spec.fqn, ())})
             missing.extend((spec.fqn, region) for region in subtract(spec.whole, held))
     return missing
 

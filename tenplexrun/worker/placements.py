@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
+from math import prod
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -38,7 +39,7 @@ def spec_of(fqn: str, tensor: torch.Tensor, config: ParallelConfig, rules: Rules
     for op in ops:
         if op.dim >= len(shape):
             raise LayoutError(f"tensor {fqn} has only {len(shape)} dims, its rule shards dim {op.dim}; correct `rules`")
-        shape[op.dim] *= config.size(op.axis)
+        shape[op.dim] *= prod(config.size(axis) for axis in op.axes)
     return TensorSpec(fqn, tuple(shape), dtype, ops, stage)
 
 
@@ -59,7 +60,7 @@ def _ops_of(fqn: str, tensor: DTensor, config: ParallelConfig) -> tuple[Shard, .
     for dim in reversed(range(len(names))):
         placement = tensor.placements[dim]
         if isinstance(placement, _StridedShard):
-            inner = [config.size(op.axis) for op in ops if op.dim == placement.dim]
+            inner = [config.size(axis) for op in ops if op.dim == placement.dim for axis in op.axes]
             if placement.split_factor != torch.Size(inner).numel():
                 raise LayoutError(
                     f"tensor {fqn}: {placement} is interleaved in {placement.split_factor} parts, but the mesh "

@@ -76,7 +76,7 @@ class Node:
         """All that `claim` says is here, to the bit."""
         index = self.arena.get(snapshot)
         for rank in claim.ranks:
-            for fqn, region in LAYOUT.regions_of(claim.config, rank).items():
+            for fqn, (region,) in LAYOUT.regions_of(claim.config, rank).items():
                 dtype = NUMPY[item_bytes(LAYOUT.spec(fqn).dtype)]
                 out: npt.NDArray[Any] = np.zeros(region.lengths, dtype)
                 for copy in copies(region, [piece for piece in index.pieces if piece.fqn == fqn]):
@@ -158,7 +158,7 @@ def test_split_takes_parts_of_whole_tensors(nodes: Nodes) -> None:
         parts = [
             {"fqn": fqn, "source": "a", "region": region.to_json(), "address": nodes.all["a"].address}
             | {"num_bytes": region.num_elements * item_bytes(LAYOUT.spec(fqn).dtype)}
-            for fqn, region in LAYOUT.regions_of(TWO, rank).items()
+            for fqn, (region,) in LAYOUT.regions_of(TWO, rank).items()
         ]
         joiner.pull(snapshot, claim, parts)
         joiner.check(snapshot, claim)

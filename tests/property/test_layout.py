@@ -57,7 +57,7 @@ def test_every_rank_holds_what_nested_splits_give_it(spec: TensorSpec, config: P
         region = layout.region("w", config, coord)
         assert region is not None
         np.testing.assert_array_equal(numbers[region.slices], want)
-        assert layout.regions_of(config, rank).get("w") == (None if region.is_empty else region)
+        assert layout.regions_of(config, rank).get("w") == (None if region.is_empty else (region,))
         seen.append(want.ravel())
     assert set(np.concatenate(seen).tolist()) == set(range(numbers.size)), "every element is on some rank"
 
@@ -80,14 +80,14 @@ def test_a_slot_holds_each_distinct_region_once(
     ranks = data.draw(st.sets(st.integers(0, config.world_size - 1), min_size=1))
     arena = arena_map(layout, config, ranks)
     assert arena == arena_map(layout, config, sorted(ranks, reverse=True))
-    needed = {(fqn, region) for rank in ranks for fqn, region in layout.regions_of(config, rank).items()}
+    needed = {(fqn, region) for rank in ranks for fqn, (region,) in layout.regions_of(config, rank).items()}
     assert [(one.fqn, one.region) for one in arena.entries] == sorted(needed)
     end = 0
     for entry in arena.entries:
         assert entry.offset >= end
         assert entry.offset % ALIGNMENT == 0
         assert entry.writer in ranks
-        assert layout.regions_of(config, entry.writer)[entry.fqn] == entry.region
+        assert layout.regions_of(config, entry.writer)[entry.fqn] == (entry.region,)
         end = entry.offset + entry.num_bytes
     assert end <= arena.num_bytes < end + ALIGNMENT
 

@@ -109,9 +109,10 @@ def needed_mask(target: PTC, node: str, fqn: str) -> np.ndarray:
 
 def assert_ranks_have_their_slices(target: PTC, memory: Memory) -> None:
     for rank, node in enumerate(target.nodes):
-        for fqn, region in target.regions_of(rank).items():
-            want = numbers(target.layout, fqn)[region.slices]
-            np.testing.assert_array_equal(memory[node][fqn][region.slices], want)
+        for fqn, regions in target.regions_of(rank).items():
+            for region in regions:
+                want = numbers(target.layout, fqn)[region.slices]
+                np.testing.assert_array_equal(memory[node][fqn][region.slices], want)
 
 
 def bound_bytes(target: PTC, before: Memory) -> int:

@@ -127,8 +127,6 @@ def test_a_ptc_knows_its_ranks_and_bytes() -> None:
     assert PTC.from_json(ptc.to_json()) == ptc
     with pytest.raises(LayoutError, match="3 were placed"):
         PTC(LAYOUT, ParallelConfig(dp=2, tp=2), ("a", "b", "c"))
-    with pytest.raises(LayoutError, match="expert parallelism"):
-        PTC(LAYOUT, ParallelConfig(dp=2, ep=2), ("a", "b"))
 
 
 _SCRIPT = """
