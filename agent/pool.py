@@ -26,12 +26,13 @@ class Pool:
     """Forks workers that run `command` (what it is at the time of the fork). A pool process that dies takes its workers
     along and is started again.
 
-    `ready` is set while the process has all its imports done; requests before that wait for it by themselves.
+    Requests before its imports are done wait for them by themselves.
     """
 
     def __init__(self, processes: Processes, command: Command, preload: Sequence[str] = ()) -> None:
         self.exits: asyncio.Queue[WorkerExit] = asyncio.Queue()
-        self.ready = asyncio.Event()
+        self._ready = False
+        self._settled = asyncio.Event()  # ready, or dead
         self.failed_imports: dict[str, str] = {}
         self._processes, self.command, self._preload = processes, command, tuple(preload)
         self._packets: Packets | None = None
@@ -54,6 +55,11 @@ class Pool:
         finally:
             there.close()
         self._packets = packets
+
+    async def ready(self) -> None:
+        """Return when the process has all its imports done. Raises ProcessError if it dies over them."""
+        await self._settled.wait()
+        await self._alive()
 
     async def listen(self, host: str) -> int:
         """Bind and listen on a port of the system's choice, for the next round's TCPStore. Returns the port."""
@@ -140,7 +146,8 @@ class Pool:
     def _on_notice(self, record: Record) -> None:
         if record["op"] == "ready":
             self.failed_imports = record["failed"]
-            self.ready.set()
+            self._ready = True
+            self._settled.set()
         elif record["op"] == "exit":
             self._held_back.append(WorkerExit(record["pid"], record["code"], record["at"]))
             self._release_exits()
@@ -157,10 +164,15 @@ class Pool:
         died = sorted(self._pids - told)  # with it (PDEATHSIG), unseen
         self._held_back += [WorkerExit(pid, -signal.SIGKILL, time.time()) for pid in died]
         self._release_exits()
-        if self.ready.is_set():  # one that never got ready would not the next time either
-            self.ready.clear()
+        if not self._ready:  # nor would it the next time
+            self._settled.set()
+        else:
+            self._ready = False
+            self._settled.clear()
             self._restart = asyncio.ensure_future(self._start_again())
 
     async def _start_again(self) -> None:
-        with contextlib.suppress(ProcessError):  # then the next `spawn` tells
+        try:
             await self.start()
+        except ProcessError:  # whoever waits for it tells
+            self._settled.set()

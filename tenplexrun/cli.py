@@ -125,7 +125,7 @@ class _Node:
                 events=self.events,
                 data=await self._data(view),
             )
-            await pool.ready.wait()
+            await pool.ready()
             launch = Launch(spec.run_id, member, self._settings(), spec.timeouts.lease_s)
             agent = Agent(launch, coordination, services, desk, died)
             agent.on_joined = lambda key: self.processes.set_cleanup(coordination.delete_urls(key))

@@ -42,12 +42,16 @@ class Driver:
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
         self.processes = self.do(Processes.start(self.node_dir))
-        self.pool = self.do(self._start())
+        try:
+            self.pool = self.do(self._start())
+        except BaseException:
+            self._end()
+            raise
 
     async def _start(self) -> Pool:
         pool = Pool(self.processes, Command("script", ("none.py",), "/"))
         await pool.start()
-        await pool.ready.wait()
+        await pool.ready()
         return pool
 
     def do(self, work: Coroutine[Any, Any, T]) -> T:
@@ -115,11 +119,19 @@ class Driver:
 
     def close(self) -> None:
         self.do(self.pool.close())
+        self._end()
+
+    def _end(self) -> None:
         self.do(self.processes.close())
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join()
         self.loop.close()
         assert not self.node_dir.exists()
+
+
+@pytest.fixture
+def new_driver() -> type[Driver]:
+    return Driver
 
 
 @pytest.fixture

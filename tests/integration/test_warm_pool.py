@@ -205,6 +205,14 @@ def test_killed_pool_takes_its_workers_along_and_comes_back(
     assert light_driver.do(light_driver.processes.exits.get()).name == "warm pool"
 
 
+def test_a_pool_that_cannot_start_is_said(new_driver: Any, tmp_path: Path, monkeypatch: Any, capfd: Any) -> None:
+    """Nobody waits for ever for a process that died over its imports."""
+    (tmp_path / "numpy.py").write_text("import os; os._exit(3)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(ProcessError, match="the warm pool has died"):
+        new_driver()
+
+
 def test_a_working_directory_that_looks_like_ours(
     without_torch: None, tmp_path: Path, monkeypatch: Any, request: Any
 ) -> None:
