@@ -9,17 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 from tenplexrun.core import records
+from tenplexrun.core.balance import Line, quotas
 from tenplexrun.core.dtypes import item_bytes
 from tenplexrun.core.ptc import PTC
 from tenplexrun.core.records import Record
-from tenplexrun.core.regions import Region, subtract
-from tenplexrun.core.snapshots import Regions
+from tenplexrun.core.regions import Region
+from tenplexrun.core.shared import Boxes, parted
+from tenplexrun.core.sources import Copies, Geometry
 from tenplexrun.errors import LayoutError, StateLostError
 
-Holders = Mapping[str, Regions]
+ALGORITHM = 2
+"""Of this planner; nodes that plan parts of one round need the same."""
+
+SPLIT_BYTES = 1 << 20
+
+Holders = Mapping[str, Boxes]
 """For each living node the regions that it holds of the snapshot to restore."""
 
 
@@ -73,12 +79,16 @@ class NodePlan:
         """What the fetches move."""
         return sum(fetch.num_bytes for fetch in self.fetches)
 
-    def by_source(self) -> dict[str, tuple[Fetch, ...]]:
-        """The batches, by source."""
-        batches: dict[str, list[Fetch]] = {}
+    def batches(self) -> tuple[tuple[str, tuple[Fetch, ...]], ...]:
+        """(source, fetches): one batch a source, in the order to run them.
+
+        The first is the next one after `node` in the circle of ids, so that not all nodes begin at the same source.
+        """
+        found: dict[str, list[Fetch]] = {}
         for fetch in self.fetches:
-            batches.setdefault(fetch.source, []).append(fetch)
-        return {source: tuple(batch) for source, batch in batches.items()}
+            found.setdefault(fetch.source, []).append(fetch)
+        order = sorted(found, key=lambda source: (source < self.node, source))
+        return tuple((source, tuple(found[source])) for source in order)
 
     def to_json(self) -> Record:
         return {
@@ -136,130 +146,188 @@ class ReconfigurationPlan:
         return cls(by_node)
 
 
-def plan(target: PTC, holders: Holders) -> ReconfigurationPlan:
-    """The whole plan: `plan_node` of every node of the target.
+def plan(
+    target: PTC, holders: Holders, racks: Mapping[str, str] | None = None, split_bytes: int = SPLIT_BYTES
+) -> ReconfigurationPlan:
+    """The whole plan: the parts of all nodes of the target. See `Planner`.
 
     Raises StateLostError that names every needed region without a living copy.
     """
-    sources = _by_tensor(holders)
-    drafts = [_draft(node, target, holders.get(node, {}), sources) for node in sorted(set(target.nodes))]
-    _refuse_gaps([gap for draft in drafts for gap in draft.gaps])
-    return ReconfigurationPlan({draft.node: _settle(draft, sorted({*holders, *target.nodes})) for draft in drafts})
+    planner = Planner(target, holders, racks, split_bytes)
+    planner.check()
+    return ReconfigurationPlan({node: planner.part(node) for node in planner.nodes})
 
 
-def plan_node(node: str, target: PTC, holders: Holders) -> NodePlan:
+def plan_node(
+    node: str,
+    target: PTC,
+    holders: Holders,
+    racks: Mapping[str, str] | None = None,
+    split_bytes: int = SPLIT_BYTES,
+) -> NodePlan:
     """What one node must fetch, the same on whichever node it is computed.
 
-    Sources are balanced: large regions first, each from the node that serves this one the least so far; of equals
-    the next one after `node` in the circle of all node ids, so that not all nodes begin at the same source.
     Raises StateLostError that names the regions without a living copy.
     """
-    draft = _draft(node, target, holders.get(node, {}), _by_tensor(holders))
-    _refuse_gaps(draft.gaps)
-    return _settle(draft, sorted({*holders, *target.nodes}))
+    return Planner(target, holders, racks, split_bytes).part(node)
 
 
-_Copies = tuple[tuple[Region, tuple[str, ...]], ...]
-"""The distinct non-empty regions of one tensor that are held, sorted, each with its nodes in order."""
+class Planner:
+    """Plans any node's part from inputs that are the same everywhere: who needs what, who holds what.
+
+    A node takes from its own memory what it has, else from sources in its rack (`racks`: label by node), else from
+    any. Among these the load of the busiest source is the least possible; regions are split over replicas where that
+    needs it, into parts of at least `split_bytes`. Nodes that hold or need the same are known as equal by the identity
+    of `SharedRegions.shared`, and are worked out once.
+    """
+
+    def __init__(
+        self,
+        target: PTC,
+        holders: Holders,
+        racks: Mapping[str, str] | None = None,
+        split_bytes: int = SPLIT_BYTES,
+    ) -> None:
+        self._target, self._holders = target, holders
+        self._racks, self._split_bytes = racks or {}, max(1, split_bytes)
+        self.nodes = tuple(sorted(set(target.nodes)))
+        self._copies = Copies(holders)
+        self._classes: dict[_ClassKey, _Class] = {}
+        self._class_of: dict[str, tuple[_Class, int]] = {}
+        for node in self.nodes:
+            shared = parted(target.regions_on(node))[0]
+            held = parted(holders.get(node, {}))[0]
+            key = (id(shared), id(held) if held else 0, self._racks.get(node))
+            if key not in self._classes:
+                self._classes[key] = _Class(self._draft(shared, held), [])
+            members = self._classes[key].nodes
+            self._class_of[node] = (self._classes[key], len(members))
+            members.append(node)
+        self._lines, self._starts = self._balance()
+
+    def check(self) -> None:
+        """Raises StateLostError that names every needed region without a living copy."""
+        _refuse_gaps([gap for one in self._classes.values() for gap in one.draft.gaps])
+
+    def part(self, node: str) -> NodePlan:
+        """One node's plan; an empty one for a node without ranks. Raises StateLostError for its gaps."""
+        if node not in self._class_of:
+            return NodePlan(node, (), 0, 0)
+        own_class, number = self._class_of[node]
+        draft = own_class.draft
+        _refuse_gaps(draft.gaps)
+        rack = self._racks.get(node)
+        places: dict[_Set, int] = {}
+        fetches: list[Fetch] = []
+        for fqn, item, way in draft.tensors:
+            for region, classes in way.tiles:
+                wanted = self._set(classes, rack)
+                num_bytes = region.num_elements * item
+                if wanted not in places:
+                    places[wanted] = self._starts[wanted][id(own_class)] + number * draft.demands[classes]
+                served = self._lines[wanted].serve(places[wanted], region, num_bytes, self._split_bytes)
+                fetches.extend(Fetch(fqn, source, part, size) for source, part, size in served)
+                places[wanted] += num_bytes
+        own, absent, needed_bytes, held_bytes = self._own(node)
+        fetches.extend(own)
+        fetches.sort(key=lambda fetch: (fetch.source, fetch.fqn, fetch.region.offsets))
+        return NodePlan(
+            node,
+            tuple(fetches),
+            draft.needed_bytes + needed_bytes,
+            draft.needed_bytes - draft.missing_bytes + held_bytes,
+            tuple(absent),
+        )
+
+    def _own(self, node: str) -> tuple[list[Fetch], list[str], int, int]:
+        """The state of single coordinates: (fetches, absent names, needed bytes, held bytes). Small, so from anyone."""
+        fetches, absent = [], []
+        needed_bytes = held_bytes = 0
+        for fqn, needed in parted(self._target.regions_on(node))[1].items():
+            item = item_bytes(self._target.layout.spec(fqn).dtype)
+            way = self._copies.way(fqn, needed, tuple(self._holders.get(node, {}).get(fqn, ())))
+            if way.lost:
+                absent.append(fqn)
+                continue
+            needed_bytes += way.needed_elements * item
+            held_bytes += (way.needed_elements - way.missing_elements) * item
+            for region, classes in way.tiles:
+                fetches.append(Fetch(fqn, self._copies.nodes[classes[0]][0], region, region.num_elements * item))
+        return fetches, absent, needed_bytes, held_bytes
+
+    def _draft(self, needed: Boxes, held: Boxes) -> _Draft:
+        tensors: list[tuple[str, int, Geometry]] = []
+        gaps: list[tuple[str, Region]] = []
+        demands: dict[tuple[int, ...], int] = {}
+        needed_bytes = missing_bytes = 0
+        for fqn in sorted(needed):
+            item = item_bytes(self._target.layout.spec(fqn).dtype)
+            way = self._copies.way(fqn, needed[fqn], held.get(fqn, ()))
+            needed_bytes += way.needed_elements * item
+            missing_bytes += way.missing_elements * item
+            gaps.extend((fqn, region) for region in way.lost)
+            if way.tiles:
+                tensors.append((fqn, item, way))
+            for region, classes in way.tiles:
+                demands[classes] = demands.get(classes, 0) + region.num_elements * item
+        return _Draft(tuple(tensors), tuple(gaps), demands, needed_bytes, missing_bytes)
+
+    def _set(self, classes: tuple[int, ...], rack: str | None) -> _Set:
+        """The sources that have a tile: those in the rack, where there are any."""
+        groups = self._copies.groups(classes, self._racks)
+        if rack is not None and any(where == rack for _, where in groups):
+            return classes, rack
+        return classes, None
+
+    def _balance(self) -> tuple[dict[_Set, Line], dict[_Set, dict[int, int]]]:
+        """The line of each set of sources, and where on it each class of nodes begins."""
+        totals: dict[_Set, int] = {}
+        starts: dict[_Set, dict[int, int]] = {}
+        for (_, _, rack), one in self._classes.items():
+            merged: dict[_Set, int] = {}
+            for classes, num_bytes in one.draft.demands.items():
+                wanted = self._set(classes, rack)
+                merged[wanted] = merged.get(wanted, 0) + num_bytes
+            for wanted, num_bytes in merged.items():
+                starts.setdefault(wanted, {})[id(one)] = totals.get(wanted, 0)
+                totals[wanted] = totals.get(wanted, 0) + num_bytes * len(one.nodes)
+        members = {wanted: self._members(wanted) for wanted in totals}
+        demands = [(tuple(members[wanted]), total) for wanted, total in totals.items()]
+        sizes = {group: len(nodes) for groups in members.values() for group, nodes in groups.items()}
+        lines = {}
+        for wanted, given in zip(totals, quotas(demands, sizes), strict=True):
+            shares = [(members[wanted][group], amount) for group, amount in given.items()]
+            lines[wanted] = Line.cut(totals[wanted], shares)
+        return lines, starts
+
+    def _members(self, wanted: _Set) -> dict[_Group, tuple[str, ...]]:
+        classes, rack = wanted
+        groups = self._copies.groups(classes, self._racks)
+        return {group: nodes for group, nodes in groups.items() if rack is None or group[1] == rack}
 
 
-@dataclass(frozen=True, slots=True)
-class _Geometry:
-    """How a node gets one tensor. A model has few distinct ones, so they are remembered."""
-
-    needed_elements: int
-    missing_elements: int
-    tiles: tuple[tuple[Region, tuple[str, ...]], ...]
-    """Missing boxes, each with the nodes that hold all of it."""
-    lost: tuple[Region, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Tile:
-    fqn: str
-    region: Region
-    num_bytes: int
-    sources: tuple[str, ...]
+_Group = tuple[int, str | None]
+"""Equal holders in one rack: (class, rack)."""
+_Set = tuple[tuple[int, ...], str | None]
+"""Sources of a tile: (classes of holders, the rack they must be in)."""
+_ClassKey = tuple[int, int, str | None]
 
 
 @dataclass(frozen=True, slots=True)
 class _Draft:
-    """What a node needs, before sources are picked."""
+    """What the nodes of a class get, before sources are picked. `demands`: bytes by the classes that can give them."""
 
-    node: str
-    tiles: list[_Tile]
-    gaps: list[tuple[str, Region]]
-    absent: tuple[str, ...]
+    tensors: tuple[tuple[str, int, Geometry], ...]
+    gaps: tuple[tuple[str, Region], ...]
+    demands: dict[tuple[int, ...], int]
     needed_bytes: int
-    held_bytes: int
+    missing_bytes: int
 
 
-def _by_tensor(holders: Holders) -> dict[str, _Copies]:
-    sources: dict[str, dict[Region, list[str]]] = {}
-    for node in sorted(holders):
-        for fqn, regions in holders[node].items():
-            for region in regions:
-                if not region.is_empty:
-                    sources.setdefault(fqn, {}).setdefault(region, []).append(node)
-    return {fqn: tuple((region, tuple(copies[region])) for region in sorted(copies)) for fqn, copies in sources.items()}
-
-
-def _draft(node: str, target: PTC, held: Regions, sources: Mapping[str, _Copies]) -> _Draft:
-    tiles: list[_Tile] = []
-    gaps: list[tuple[str, Region]] = []
-    absent = []
-    needed_bytes = missing_bytes = 0
-    for fqn, needed in target.regions_on(node).items():
-        spec = target.layout.spec(fqn)
-        way = _geometry(needed, tuple(held.get(fqn, ())), sources.get(fqn, ()))
-        if way.lost and spec.at:
-            absent.append(fqn)
-            continue
-        item = item_bytes(spec.dtype)
-        needed_bytes += way.needed_elements * item
-        missing_bytes += way.missing_elements * item
-        gaps.extend((fqn, region) for region in way.lost)
-        tiles.extend(_Tile(fqn, region, region.num_elements * item, nodes) for region, nodes in way.tiles)
-    return _Draft(node, tiles, gaps, tuple(absent), needed_bytes, needed_bytes - missing_bytes)
-
-
-@lru_cache(maxsize=1024)
-def _geometry(needed: tuple[Region, ...], held: tuple[Region, ...], copies: _Copies) -> _Geometry:
-    missing = [box for region in needed for box in subtract(region, held)]
-    regions = [region for region, _ in copies]
-    return _Geometry(
-        sum(region.num_elements for region in needed),
-        sum(box.num_elements for box in missing),
-        tuple(tile for box in missing for tile in _tiles(box, copies)),
-        tuple(gap for box in missing for gap in subtract(box, regions)),
-    )
-
-
-def _tiles(box: Region, copies: _Copies) -> list[tuple[Region, tuple[str, ...]]]:
-    """`box`, as far as there are copies, cut along the held regions, the largest parts first: so into few."""
-    tiles = []
-    left = [box]
-    overlaps = [(common.num_elements, region) for region, _ in copies if (common := box.intersect(region))]
-    for _, region in sorted(overlaps, key=lambda one: (-one[0], one[1])):
-        for tile in [common for rest in left if (common := rest.intersect(region))]:
-            nodes = {node for other, holding in copies if other.contains(tile) for node in holding}
-            tiles.append((tile, tuple(sorted(nodes))))
-        left = [rest for part in left for rest in subtract(part, [region])]
-    return tiles
-
-
-def _settle(draft: _Draft, circle: Sequence[str]) -> NodePlan:
-    """Pick sources; see `plan_node` for the rule."""
-    own = circle.index(draft.node) if draft.node in circle else 0
-    turn = {node: (index - own) % len(circle) for index, node in enumerate(circle)}
-    load = dict.fromkeys(circle, 0)
-    fetches = []
-    for tile in sorted(draft.tiles, key=lambda tile: (-tile.num_bytes, tile.fqn, tile.region)):
-        source = min(tile.sources, key=lambda node: (load[node], turn[node]))
-        load[source] += tile.num_bytes
-        fetches.append(Fetch(tile.fqn, source, tile.region, tile.num_bytes))
-    fetches.sort(key=lambda fetch: (fetch.source, fetch.fqn, fetch.region))
-    return NodePlan(draft.node, tuple(fetches), draft.needed_bytes, draft.held_bytes, tuple(draft.absent))
+@dataclass(frozen=True, slots=True)
+class _Class:
+    draft: _Draft
+    nodes: list[str]
 
 
 def _refuse_gaps(gaps: Sequence[tuple[str, Region]]) -> None:

@@ -11,7 +11,7 @@ from tenplexrun.core.dtypes import item_bytes
 from tenplexrun.core.planner import Fetch, Holders, NodePlan, ReconfigurationPlan
 from tenplexrun.core.ptc import PTC
 from tenplexrun.core.regions import Region, subtract
-from tenplexrun.core.snapshots import Regions
+from tenplexrun.core.shared import Boxes
 from tenplexrun.errors import LayoutError
 
 
@@ -79,6 +79,6 @@ def _check_tiling(what: str, boxes: Sequence[Region], missing: Sequence[Region])
             raise LayoutError(f"{what}: {gap[0]} is needed, but neither held nor fetched")
 
 
-def _covered(fqn: str, needed: Regions, holders: Holders) -> bool:
+def _covered(fqn: str, needed: Boxes, holders: Holders) -> bool:
     copies = sorted({region for regions in holders.values() for region in regions.get(fqn, ())})
     return not any(subtract(region, copies) for region in needed[fqn])

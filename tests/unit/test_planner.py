@@ -109,7 +109,8 @@ def test_a_spare_needs_nothing() -> None:
 
 def test_batches_are_by_source() -> None:
     fetches = tuple(Fetch(fqn, source, Region((0,), (1,)), 4) for source, fqn in ("ax", "ay", "bx"))
-    assert NodePlan("c", fetches, 12, 0).by_source() == {"a": fetches[:2], "b": fetches[2:]}
+    assert NodePlan("c", fetches, 12, 0).batches() == (("a", fetches[:2]), ("b", fetches[2:]))
+    assert [source for source, _ in NodePlan("aa", fetches, 12, 0).batches()] == ["b", "a"]
 
 
 def test_malformed_plans_are_refused() -> None:
