@@ -28,17 +28,19 @@ from tenplexrun.ports import Coordination, Lease
 
 PERSIST_S = 60.0
 RETRY_S = 0.3
-LEAVE_TIMEOUT_S = 5.0
+LEAVE_TIMEOUT_S = 40.0
+PING_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What the composition root hands over."""
+    """What the composition root hands over. `hosts_store`: the coordination store ends with this node."""
 
     run_id: str
     member: Member
     settings: Settings
     lease_s: float
+    hosts_store: bool
 
 
 class Agent:
@@ -77,7 +79,13 @@ class Agent:
             loop.add_signal_handler(signum, self._on_signal, signum)
         try:
             await self._join()
-            for work in (self._follow_exits(), self._follow_deaths(), self._write_acks(), self._handle_events()):
+            for work in (
+                self._follow_exits(),
+                self._follow_deaths(),
+                self._write_acks(),
+                self._handle_events(),
+                self._ping(),
+            ):
                 self._spawn(work)
             return await self._verdict
         finally:
@@ -127,7 +135,14 @@ class Agent:
             await self._session.stop("kill")
         if self._lease is not None:
             with contextlib.suppress(TenplexError, asyncio.TimeoutError):
-                await asyncio.wait_for(leave_run(self._coordination, self._folder, self._lease), LEAVE_TIMEOUT_S)
+                await asyncio.wait_for(self._leave(self._lease), LEAVE_TIMEOUT_S)
+
+    async def _leave(self, lease: Lease) -> None:
+        """End the membership. Who hosts the store stays until the others have seen the end."""
+        others = await leave_run(self._coordination, self._folder, lease)
+        while self._launch.hosts_store and others and self._verdict.done():
+            await asyncio.sleep(RETRY_S)
+            others = bool(await self._coordination.list(f"{self._folder}/members"))
 
     def _finish(self, verdict: Verdict) -> None:
         if not self._verdict.done():
@@ -154,6 +169,19 @@ class Agent:
     async def _follow_deaths(self) -> None:
         """A process that cannot be replaced has died: this node is no use any more."""
         self._finish(await self._died.get())
+
+    async def _ping(self) -> None:
+        """Without its store a job trains on, but can neither change nor end together: not for ever."""
+        answered = time.monotonic()
+        while time.monotonic() < answered + PERSIST_S:
+            await asyncio.sleep(PING_S)
+            try:
+                await self._coordination.get(f"{self._folder}/decider")
+                answered = time.monotonic()
+            except CoordinationError as error:
+                self._services.events.emit("store_away", seconds=time.monotonic() - answered, message=str(error))
+        reason = f"the coordination store has been away for {PERSIST_S:.0f} s; was the node that hosts it lost?"
+        self._finish(Verdict(CoordinationError.exit_code, reason))
 
     async def _on_commit(self, round_number: int, step: int) -> None:
         if self._session is not None and self._session.round.number == round_number:

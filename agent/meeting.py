@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from tenplexrun.agent.embedded import EmbeddedEtcd, reachable
@@ -34,24 +35,36 @@ def own_host(endpoint: str | None, local_addr: str | None) -> str:
         raise CoordinationError(f"no route to the rendezvous endpoint {endpoint}: {error}") from None
 
 
-async def find_endpoint(
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Address of the run's etcd, and whether this node hosts it: then it has to be the last to leave."""
+
+    endpoint: str
+    hosted: bool
+
+
+async def find_meeting(
     backend: str, endpoint: str | None, local_addr: str | None, processes: Processes, node_dir: Path
-) -> str:
-    """Address of a living etcd for the run. Starts one where the endpoint is this node's, or none is named.
+) -> Meeting:
+    """A living etcd for the run. Starts one where the endpoint is this node's, or none is named.
 
     Raises CoordinationError when nothing answers there in time.
     """
+
+    async def host(address: str, port: int) -> Meeting:
+        return Meeting((await EmbeddedEtcd.start(processes, node_dir, address, port)).endpoint, hosted=True)
+
     if endpoint is None:
-        return (await EmbeddedEtcd.start(processes, node_dir, local_addr or LOOPBACK)).endpoint
-    host, port = split_host_port(endpoint)
+        return await host(local_addr or LOOPBACK, 0)
+    name, port = split_host_port(endpoint)
     embedded = not backend.startswith("etcd")
     if embedded and port == 0:
-        return (await EmbeddedEtcd.start(processes, node_dir, host, 0)).endpoint
+        return await host(name, 0)
     deadline = time.monotonic() + (HOST_TIMEOUT_S if embedded else ETCD_TIMEOUT_S)
     while not await reachable(endpoint):
-        if embedded and _is_own(host, local_addr):
+        if embedded and _is_own(name, local_addr):
             try:
-                return (await EmbeddedEtcd.start(processes, node_dir, host, port)).endpoint
+                return await host(name, port)
             except ProcessError:
                 if not await reachable(endpoint):  # else another agent of this machine was faster
                     raise
@@ -60,7 +73,7 @@ async def find_endpoint(
                 f"no etcd answers at {endpoint}; start it, or the node that hosts it, or correct --rdzv-endpoint"
             )
         await asyncio.sleep(RETRY_S)
-    return endpoint
+    return Meeting(endpoint, hosted=False)
 
 
 def _is_own(host: str, local_addr: str | None) -> bool:

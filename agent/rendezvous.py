@@ -64,11 +64,13 @@ async def join_run(coordination: Coordination, run_id: str, member: Member, ttl_
             await lease.release()
 
 
-async def leave_run(coordination: Coordination, folder: str, lease: Lease) -> None:
-    """End the membership; the last one to leave takes the epoch's records along."""
+async def leave_run(coordination: Coordination, folder: str, lease: Lease) -> bool:
+    """End the membership. Returns whether others are left; the last one takes the epoch's records along."""
     await lease.release()
-    if not await coordination.list(f"{folder}/members"):
-        await coordination.delete_folder(folder)
+    if await coordination.list(f"{folder}/members"):
+        return True
+    await coordination.delete_folder(folder)
+    return False
 
 
 def read_secret(path: Path) -> bytes:

@@ -21,7 +21,7 @@ from tenplexrun.agent.etcd_v2 import EtcdV2
 from tenplexrun.agent.events import EventLog
 from tenplexrun.agent.links import Links
 from tenplexrun.agent.logs import WorkerLogs
-from tenplexrun.agent.meeting import find_endpoint, own_host
+from tenplexrun.agent.meeting import find_meeting, own_host
 from tenplexrun.agent.pool import Pool
 from tenplexrun.agent.processes import Processes, module_command
 from tenplexrun.agent.rendezvous import launch_token, read_secret
@@ -104,13 +104,17 @@ class _Node:
         store = StoreClient(str(self.node_dir / "store.sock"))
         view = ViewClient(str(self.node_dir / "view.sock"))
         links, desk, logs = Links(self.node, self.token), Desk(), WorkerLogs(spec.log_dir)
-        endpoint = await find_endpoint(spec.backend, spec.endpoint, spec.local_addr, self.processes, self.node_dir)
-        coordination = EtcdV2([endpoint])
+        meeting = await find_meeting(spec.backend, spec.endpoint, spec.local_addr, self.processes, self.node_dir)
+        coordination = EtcdV2([meeting.endpoint])
         try:
             store_address = channel.join_host_port(host, await store.hello())
             shown = await view.hello()
-            self.events.say(f"etcd at {endpoint}; data shown by {shown['mode']} ({shown['reason']}); {self._limits()}")
-            self.events.emit("started", pid=os.getpid(), endpoint=endpoint, view=shown["mode"], dir=str(self.node_dir))
+            self.events.say(
+                f"etcd at {meeting.endpoint}; data shown by {shown['mode']} ({shown['reason']}); {self._limits()}"
+            )
+            self.events.emit(
+                "started", pid=os.getpid(), endpoint=meeting.endpoint, view=shown["mode"], dir=str(self.node_dir)
+            )
             await desk.start(f"unix:{self.node_dir / 'agent.sock'}")
             member = Member(self.node, host, await links.start(host), store_address, spec.num_workers, spec.node_rank)
             services = NodeServices(
@@ -126,7 +130,7 @@ class _Node:
                 data=await self._data(view),
             )
             await pool.ready()
-            launch = Launch(spec.run_id, member, self._settings(), spec.timeouts.lease_s)
+            launch = Launch(spec.run_id, member, self._settings(), spec.timeouts.lease_s, meeting.hosted)
             agent = Agent(launch, coordination, services, desk, died)
             agent.on_joined = lambda key: self.processes.set_cleanup(coordination.delete_urls(key))
             return await agent.run()
