@@ -1,0 +1,184 @@
+"""The decider's single decisions; whole lives are in tests/sim."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tenplexrun.core import rounds
+from tenplexrun.core.layout import Layout, Shard, TensorSpec
+from tenplexrun.core.membership import Decision, Settings, View, decide
+from tenplexrun.core.parallel import ParallelConfig
+from tenplexrun.core.rounds import Ack, Cause, Failure, Member, Participant, Request, Round, Stop
+from tenplexrun.core.snapshots import Claim, Holding, SnapshotId
+
+LAYOUT = Layout((TensorSpec("w", (8,), "float32", (Shard(0, "tp"),)),))
+SETTINGS = Settings(1, 2, 1, ParallelConfig(tp=2), join_window_s=3.0, rendezvous_timeout_s=100.0)
+A, B = (Member(name, "h", f"{name}:1", f"{name}:2", 2) for name in "ab")
+PLACES = (Participant("a", "h", 0, 2, "a:2"), Participant("b", "h", 2, 2, "b:2"))
+RUNNING = Round(3, "running", Cause("start", "", 0.0), "a:1", SETTINGS.sizes, PLACES, ParallelConfig(dp=2, tp=2))
+FAILURE = Failure("b", "h", 3, 1, 77, -9, 5.0)
+
+
+def view(*members: Member, round_: Round | None = None, acks: dict[str, Ack] | None = None, **other: object) -> View:
+    known: dict[str, object] = {
+        "decider": "a:1",
+        "members": {member.node: member for member in members},
+        "seen": {member.node: 10.0 for member in members},
+        "round": round_,
+        "acks": acks or {},
+        "requests": (),
+        "layouts": {LAYOUT.digest: LAYOUT},
+        "since": 10.0,
+        "wall": 0.0,
+    }
+    return View(**{**known, **other})  # type: ignore[arg-type]
+
+
+def written(decision: Decision) -> Round:
+    assert decision.round is not None, decision.reason
+    return decision.round
+
+
+def test_a_full_job_starts_at_once_and_one_with_room_waits_its_window() -> None:
+    assert written(decide(view(A, B), SETTINGS, 10.0)).phase == "gathering"
+    alone = decide(view(A), SETTINGS, 10.0)
+    assert alone.round is None
+    assert alone.wake_at == 13.0
+    assert written(decide(view(A), SETTINGS, 13.0)).number == 0
+
+
+def test_too_few_nodes_end_the_job_when_their_time_is_over() -> None:
+    strict = replace(SETTINGS, min_nodes=2)
+    assert decide(view(A), strict, 50.0).wake_at == 110.0
+    verdict = written(decide(view(A), strict, 110.0)).verdict
+    assert verdict is not None
+    assert verdict.code == 71
+
+
+def test_a_failure_stops_all_now_and_counts() -> None:
+    after = written(decide(view(A, B, round_=RUNNING, acks={"b": Ack("b", "failed", failure=FAILURE)}), SETTINGS, 20.0))
+    assert (after.number, after.phase, after.stop.mode, after.failures) == (4, "gathering", "now", 1)
+
+
+def test_without_restarts_left_the_verdict_is_the_workers_own_code() -> None:
+    spent = replace(RUNNING, failures=1)
+    after = written(decide(view(A, B, round_=spent, acks={"b": Ack("b", "failed", failure=FAILURE)}), SETTINGS, 20.0))
+    assert after.verdict is not None
+    assert after.verdict.code == 137
+    assert "rank 3" in after.verdict.message
+
+
+def test_the_failure_that_was_first_is_blamed() -> None:
+    first = replace(FAILURE, node="a", rank=0, at=4.9)
+    acks = {"a": Ack("a", "failed", failure=first), "b": Ack("b", "failed", failure=FAILURE)}
+    assert "rank 0" in written(decide(view(A, B, round_=RUNNING, acks=acks), SETTINGS, 20.0)).cause.detail
+
+
+def test_a_lost_node_costs_no_restart() -> None:
+    after = written(decide(view(A, round_=RUNNING), SETTINGS, 20.0))
+    assert (after.cause.kind, after.failures, after.stop.mode) == ("node_lost", 0, "now")
+
+
+def test_all_done_ends_the_job_well() -> None:
+    acks = {"a": Ack("a", "done"), "b": Ack("b", "done")}
+    verdict = written(decide(view(A, B, round_=RUNNING, acks=acks), SETTINGS, 20.0)).verdict
+    assert verdict is not None
+    assert verdict.code == 0
+
+
+def test_a_hold_is_proposed_raised_and_committed() -> None:
+    gathering = replace(RUNNING, number=4, phase="gathering", stop=Stop("boundary"))
+
+    def after(stop: Stop, started: int) -> Round:
+        acks = {node: Ack(node, "holding", hold=stop.hold, started=started) for node in "ab"}
+        return written(decide(view(A, B, round_=replace(gathering, stop=stop), acks=acks), SETTINGS, 20.0))
+
+    proposed = after(Stop("boundary"), 7).stop
+    assert (proposed.hold, proposed.committed) == (8, False)
+    raised = after(proposed, 8).stop
+    assert (raised.hold, raised.committed) == (10, False)
+    agreed = after(raised, 9).stop
+    assert (agreed.hold, agreed.committed) == (10, True)
+
+
+def test_workers_that_count_no_steps_are_stopped_now() -> None:
+    gathering = replace(RUNNING, number=4, phase="gathering", stop=Stop("boundary"))
+    acks = {node: Ack(node, "holding") for node in "ab"}
+    assert written(decide(view(A, B, round_=gathering, acks=acks), SETTINGS, 20.0)).stop == Stop("now")
+
+
+def gathered(node: str, *steps: int, ranks: tuple[int, ...]) -> Ack:
+    claim = Claim(RUNNING.parallel, ranks)
+    holdings = tuple(Holding(SnapshotId(3, step, LAYOUT.digest), (claim,)) for step in steps)
+    return Ack(node, "gathered", holdings=holdings, master_port=4000)
+
+
+def test_a_round_is_formed_from_the_newest_snapshot_that_the_living_can_complete() -> None:
+    gathering = replace(RUNNING, number=4, phase="gathering")
+    acks = {"a": gathered("a", 5, 6, ranks=(0, 1)), "b": gathered("b", 5, ranks=(2, 3))}
+    both = written(decide(view(A, B, round_=gathering, acks=acks), SETTINGS, 20.0))
+    assert both.snapshot == SnapshotId(3, 6, LAYOUT.digest)
+    assert both.parallel == ParallelConfig(dp=2, tp=2)
+    assert both.master == ("h", 4000)
+    assert list(both.sources or {}) == ["a"]
+    alone = written(decide(view(B, round_=gathering, acks={"b": acks["b"]}), SETTINGS, 20.0))
+    assert alone.snapshot == SnapshotId(3, 5, LAYOUT.digest)
+    assert alone.parallel == ParallelConfig(tp=2)
+
+
+def test_layouts_are_asked_for_before_a_snapshot_is_chosen() -> None:
+    gathering = replace(RUNNING, number=4, phase="gathering")
+    acks = {"a": gathered("a", 5, ranks=(0, 1))}
+    decision = decide(view(A, round_=gathering, acks=acks, layouts={}), SETTINGS, 20.0)
+    assert decision.need_layouts == (LAYOUT.digest,)
+
+
+def test_a_node_that_does_not_stop_is_no_member_any_more() -> None:
+    gathering = replace(RUNNING, number=4, phase="gathering")
+    decision = decide(view(A, B, round_=gathering, acks={"a": gathered("a", ranks=(0, 1))}), SETTINGS, 1000.0)
+    assert decision.evict == ("b",)
+
+
+def test_wishes_are_refused_with_a_reason_or_lead_to_a_boundary() -> None:
+    def ask(**sizes: int) -> Decision:
+        return decide(view(A, B, round_=RUNNING, requests=(Request("r", "resize", sizes),)), SETTINGS, 20.0)
+
+    for impossible in ({"tp": 3}, {"pp": 8}, {"pp": 0}):
+        assert (ask(**impossible).answers or {})["r"].startswith("refused:")
+    assert ask(tp=2).round is None
+    after = written(ask(pp=2))
+    assert (after.sizes, after.fallback, after.stop.mode) == (ParallelConfig(pp=2, tp=2), SETTINGS.sizes, "boundary")
+
+
+def test_a_layout_that_never_got_as_far_as_a_snapshot_is_taken_back() -> None:
+    wished = replace(RUNNING, sizes=ParallelConfig(tp=1), fallback=SETTINGS.sizes)
+    never = decide(view(A, B, round_=wished, acks={"b": Ack("b", "failed", failure=FAILURE)}), SETTINGS, 20.0)
+    assert written(never).sizes == SETTINGS.sizes
+    proved = Ack("b", "failed", failure=FAILURE, committed=9)
+    assert written(decide(view(A, B, round_=wished, acks={"b": proved}), SETTINGS, 20.0)).sizes == wished.sizes
+
+
+def test_a_drain_that_leaves_too_few_ends_the_job_with_its_code() -> None:
+    strict = replace(SETTINGS, min_nodes=2)
+    drain = Request("b", "drain", node="b", code=143, detail="SIGTERM")
+    verdict = written(decide(view(A, B, round_=RUNNING, requests=(drain,)), strict, 20.0)).verdict
+    assert verdict is not None
+    assert verdict.code == 143
+    assert written(decide(view(A, B, round_=RUNNING, requests=(drain,)), SETTINGS, 20.0)).stop.mode == "boundary"
+
+
+def test_records_come_back_from_json_as_they_were() -> None:
+    full = replace(
+        RUNNING,
+        snapshot=SnapshotId(2, 5, LAYOUT.digest),
+        sources={"a": rounds.Source("a:2", gathered("a", 5, ranks=(0,)).holdings)},
+        fallback=ParallelConfig(),
+        verdict=rounds.Verdict(1, "over", FAILURE),
+        first_failure=FAILURE,
+        master=("h", 1),
+        spares=("c",),
+    )
+    assert rounds.round_from_json(rounds.to_json(full)) == full
+    ack = replace(gathered("a", 5, ranks=(0,)), failure=FAILURE)
+    assert rounds.ack_from_json(rounds.to_json(ack)) == ack
+    assert rounds.member_from_json(rounds.to_json(A)) == A
