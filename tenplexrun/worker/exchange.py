@@ -6,6 +6,7 @@ import json
 from typing import Any, Protocol
 
 from tenplexrun.core.layout import Layout
+from tenplexrun.core.parallel import ParallelConfig
 from tenplexrun.errors import LayoutError, TenplexError, from_wire, to_wire
 
 
@@ -16,16 +17,16 @@ class KeyValueStore(Protocol):
     def get(self, key: str) -> bytes: ...
 
 
-def agree(store: KeyValueStore, rank: int, world_size: int, own: Layout, values: dict[str, Any]) -> Layout:
+def agree(store: KeyValueStore, config: ParallelConfig, rank: int, own: Layout, values: dict[str, Any]) -> Layout:
     """The union of all ranks' layouts, the same on all. Rank 0 makes it; JSON, no pickle.
 
-    Raises LayoutError, on every rank, when two ranks contradict each other: in a tensor, or in `values`, of which
-    a snapshot keeps one copy for all.
+    Raises LayoutError, on every rank, when two ranks contradict each other or one lacks a tensor: in the layout,
+    or in `values`, of which a snapshot keeps one copy for all.
     """
     store.set(f"layout/{rank}", json.dumps({"layout": own.to_json(), "values": values}))
     if rank == 0:
         try:
-            verdict: dict[str, Any] = {"layout": _union(store, world_size).to_json()}
+            verdict: dict[str, Any] = {"layout": _union(store, config).to_json()}
         except TenplexError as error:
             verdict = {"error": to_wire(error)}
         store.set("layout/union", json.dumps(verdict))
@@ -35,8 +36,8 @@ def agree(store: KeyValueStore, rank: int, world_size: int, own: Layout, values:
     return Layout.from_json(verdict["layout"])
 
 
-def _union(store: KeyValueStore, world_size: int) -> Layout:
-    declared = [json.loads(store.get(f"layout/{rank}")) for rank in range(world_size)]
+def _union(store: KeyValueStore, config: ParallelConfig) -> Layout:
+    declared = [json.loads(store.get(f"layout/{rank}")) for rank in range(config.world_size)]
     first = declared[0]["values"]
     for rank, one in enumerate(declared):
         different = sorted(key for key in {*first, *one["values"]} if first.get(key) != one["values"].get(key))
@@ -45,4 +46,4 @@ def _union(store: KeyValueStore, world_size: int) -> Layout:
                 f"rank {rank} and rank 0 differ in {', '.join(different)}: a snapshot keeps one copy for all ranks; "
                 "give the optimizers of all stages the same param groups and hyper-parameters"
             )
-    return Layout.merge(Layout.from_json(one["layout"]) for one in declared)
+    return Layout.union(config, {rank: Layout.from_json(one["layout"]) for rank, one in enumerate(declared)})

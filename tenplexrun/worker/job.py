@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tenplexrun.core.layout import Stages
-from tenplexrun.core.parallel import AXES, ParallelConfig
+from tenplexrun.core.parallel import ParallelConfig
 from tenplexrun.errors import UsageError
 from tenplexrun.worker import device
 from tenplexrun.worker.agent import Agent
@@ -45,7 +45,7 @@ def init(parallel: ParallelConfig | None = None) -> Job:
             dist.init_process_group(device.backend(where))
         else:
             dist.init_process_group(device.backend(where), store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    mesh = init_device_mesh(where.type, tuple(config.size(axis) for axis in AXES), mesh_dim_names=AXES)
+    mesh = init_device_mesh(where.type, tuple(map(config.size, config.order)), mesh_dim_names=config.order)
     return Job(launch, Place(config, config.coord(launch.rank), where), mesh, Agent(launch) if launch.agent else None)
 
 

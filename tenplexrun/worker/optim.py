@@ -35,9 +35,9 @@ class Slot:
     dtype: torch.dtype
     example: torch.Tensor | None
 
-    def empty(self, param: torch.Tensor) -> torch.Tensor:
+    def blank(self, param: torch.Tensor) -> torch.Tensor:
         source = param if self.example is None else self.example
-        return torch.empty_like(source, dtype=self.dtype, requires_grad=False)
+        return torch.zeros_like(source, dtype=self.dtype, requires_grad=False)
 
 
 class OptimizerState:
@@ -89,7 +89,7 @@ class OptimizerState:
             for slot in self._slots[fqn]:
                 value = state.get(slot.key)
                 if value is None:
-                    value = torch.zeros_like(slot.empty(param))
+                    value = slot.blank(param)
                 elif not isinstance(value, torch.Tensor):
                     value = torch.tensor(value, dtype=slot.dtype)
                 found[f"optim.{fqn}.{slot.key}"] = local(value)
@@ -101,7 +101,7 @@ class OptimizerState:
         for fqn, param in self._params.items():
             found[f"optim.{fqn}.exists"] = torch.empty((), dtype=torch.bool)
             for slot in self._slots[fqn]:
-                found[f"optim.{fqn}.{slot.key}"] = slot.empty(param)
+                found[f"optim.{fqn}.{slot.key}"] = slot.blank(param)
         return found
 
     def adopt(self, filled: Mapping[str, torch.Tensor]) -> None:

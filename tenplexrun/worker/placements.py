@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import prod
 
@@ -11,13 +12,27 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate, _StridedShard
 from torch.distributed.tensor.placement_types import Shard as DTensorShard
 
-from tenplexrun.core.layout import Shard, Stage, TensorSpec
-from tenplexrun.core.parallel import AXES, ParallelConfig
+from tenplexrun.core.layout import Layout, Op, Shard, Stage, TensorSpec
+from tenplexrun.core.parallel import ALL_AXES, ParallelConfig
+from tenplexrun.core.spec import Replicas
 from tenplexrun.errors import LayoutError
 from tenplexrun.worker import device
+from tenplexrun.worker.launch import Place
 
-Rules = Mapping[str, Sequence[Shard]]
-"""fqn pattern (as in `fnmatch`) → operations, for plain tensors whose axes divide them evenly. The first match wins."""
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How plain tensors are partitioned. `shape`: the canonical (global, unpadded) one.
+
+    Without it there may be `Shard`s only, each over axes that divide its dim evenly.
+    """
+
+    ops: Sequence[Op]
+    shape: tuple[int, ...] | None = None
+
+
+Rules = Mapping[str, Rule | Sequence[Op]]
+"""fqn pattern (as in `fnmatch`) → how such tensors are partitioned. The first match wins."""
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -25,7 +40,14 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def spec_of(fqn: str, tensor: torch.Tensor, config: ParallelConfig, rules: Rules, stage: Stage | None) -> TensorSpec:
+def spec_of(
+    fqn: str,
+    tensor: torch.Tensor,
+    config: ParallelConfig,
+    rules: Rules,
+    stage: Stage | None,
+    replicas: Replicas = "agree",
+) -> TensorSpec:
     """Name, global shape, dtype and partitioning of a parameter or buffer.
 
     A DTensor is sharded as its placements say, a plain tensor as the first matching rule says; without one it is a
@@ -33,14 +55,22 @@ def spec_of(fqn: str, tensor: torch.Tensor, config: ParallelConfig, rules: Rules
     """
     dtype = device.dtype_name(tensor.dtype)
     if isinstance(tensor, DTensor):
-        return TensorSpec(fqn, tuple(tensor.shape), dtype, _ops_of(fqn, tensor, config), stage)
-    ops = tuple(next((ops for pattern, ops in rules.items() if fnmatchcase(fqn, pattern)), ()))
+        return TensorSpec(fqn, tuple(tensor.shape), dtype, _ops_of(fqn, tensor, config), stage, replicas=replicas)
+    found = next((rule for pattern, rule in rules.items() if fnmatchcase(fqn, pattern)), ())
+    rule = found if isinstance(found, Rule) else Rule(found)
+    shape = _global_shape(fqn, tensor, rule.ops, config) if rule.shape is None else rule.shape
+    return TensorSpec(fqn, shape, dtype, tuple(rule.ops), stage, replicas=replicas)
+
+
+def _global_shape(fqn: str, tensor: torch.Tensor, ops: Sequence[Op], config: ParallelConfig) -> tuple[int, ...]:
     shape = list(tensor.shape)
     for op in ops:
+        if not isinstance(op, Shard):
+            raise LayoutError(f"tensor {fqn}: a rule with {op} needs the canonical shape; give Rule(ops, shape)")
         if op.dim >= len(shape):
             raise LayoutError(f"tensor {fqn} has only {len(shape)} dims, its rule shards dim {op.dim}; correct `rules`")
         shape[op.dim] *= prod(config.size(axis) for axis in op.axes)
-    return TensorSpec(fqn, tuple(shape), dtype, ops, stage)
+    return tuple(shape)
 
 
 def _ops_of(fqn: str, tensor: DTensor, config: ParallelConfig) -> tuple[Shard, ...]:
@@ -51,7 +81,7 @@ def _ops_of(fqn: str, tensor: DTensor, config: ParallelConfig) -> tuple[Shard, .
     """
     mesh = tensor.device_mesh
     names = mesh.mesh_dim_names or ()
-    if not names or any(name not in AXES or mesh.size(dim) != config.size(name) for dim, name in enumerate(names)):
+    if not names or any(name not in ALL_AXES or mesh.size(dim) != config.size(name) for dim, name in enumerate(names)):
         raise LayoutError(
             f"tensor {fqn} lies on a mesh with the axes {names} of sizes {tuple(mesh.shape)}; "
             f"build it on job.mesh or a part of it, which has {config}"
@@ -76,16 +106,16 @@ def _ops_of(fqn: str, tensor: DTensor, config: ParallelConfig) -> tuple[Shard, .
     return tuple(ops)
 
 
-def check_local(spec: TensorSpec, tensor: torch.Tensor, config: ParallelConfig, coord: Mapping[str, int]) -> None:
-    """Raises LayoutError unless the rank at `coord` really holds what the layout says it does."""
-    region = spec.region(config, coord)
-    if region is None:
+def check_local(layout: Layout, fqn: str, tensor: torch.Tensor, place: Place) -> None:
+    """Raises LayoutError unless the rank at `place` really holds what the layout says it does."""
+    held = layout.local(fqn, place.config, place.coord)
+    if held is None:
         raise LayoutError(
-            f"tensor {spec.fqn} is on the rank at {dict(coord)}, but its stage says it belongs elsewhere; "
+            f"tensor {fqn} is on the rank at {dict(place.coord)}, but its stage says it belongs elsewhere; "
             "build only the items that `stages.items_of(pp_rank, pp)` gives, or correct `stages`"
         )
-    if region.lengths != tuple(tensor.shape):
+    if held.shape != tuple(tensor.shape):
         raise LayoutError(
-            f"tensor {spec.fqn} has the local shape {tuple(tensor.shape)} on the rank at {dict(coord)}, but the layout "
-            f"gives it {region} of {spec.shape}; shard it over job.mesh, or declare it in `rules`"
+            f"tensor {fqn} has the local shape {tuple(tensor.shape)} on the rank at {dict(place.coord)}, but the "
+            f"layout gives it {held.shape} of {layout.spec(fqn).shape}; shard it over job.mesh, or declare it in `rules`"
         )

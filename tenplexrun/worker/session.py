@@ -37,8 +37,7 @@ class Session:
         slots = self._agent.declare(layout, self._place.config)
         self._start = self._restore(layout)
         arena = arena_map(layout, self._place.config, self._launch.node_ranks)
-        own = [entry for entry in arena.entries if entry.writer == self._launch.rank]
-        writer = SlotWriter(slots, own, arena.num_bytes)
+        writer = SlotWriter(slots, arena, layout, self._place)
         self._boundary = Boundary(self._agent, writer, self._launch.snapshot_every, self._read)
         return self._start
 
@@ -59,7 +58,7 @@ class Session:
         once = self._state.values()
         once.pop("seed")
         store = PrefixStore(f"tenplexrun/{self._launch.round}", _get_default_store())
-        return agree(store, self._launch.rank, self._launch.world_size, self._state.layout(), once)
+        return agree(store, self._place.config, self._launch.rank, self._state.layout(), once)
 
     def _restore(self, layout: Layout) -> int:
         reply = self._agent.restore()

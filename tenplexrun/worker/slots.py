@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from tenplexrun.core.layout import Layout, TensorSpec
+from tenplexrun.core.layout import Layout, Local, Part, TensorSpec
 from tenplexrun.core.pieces import Index, Piece, copies
 from tenplexrun.core.regions import Region
-from tenplexrun.core.snapshots import Entry
+from tenplexrun.core.snapshots import ArenaMap
 from tenplexrun.errors import LayoutError, StateLostError, StoreError
 from tenplexrun.worker import device
 from tenplexrun.worker.launch import Place
@@ -25,23 +25,28 @@ Tensors = Mapping[str, torch.Tensor]
 class SlotWriter:
     """This rank's entries of the node's two slot files. Raises StoreError when a file is not what was agreed."""
 
-    def __init__(self, paths: Sequence[str], entries: Sequence[Entry], num_bytes: int) -> None:
-        self._entries = tuple(entries)
-        self._slots = [_mapped(Path(path), "r+") for path in paths] if num_bytes else []
+    def __init__(self, paths: Sequence[str], arena: ArenaMap, layout: Layout, place: Place) -> None:
+        rank = place.config.rank(place.coord)
+        self._entries = [(entry, _held(layout, entry.fqn, place)) for entry in arena.entries if entry.writer == rank]
+        self._slots = [_mapped(Path(path), "r+") for path in paths] if arena.num_bytes else []
         for path, slot in zip(paths, self._slots, strict=False):
-            if slot.nbytes < num_bytes:
-                raise StoreError(f"slot {path} has {slot.nbytes} bytes, the layout needs {num_bytes}; restart the run")
+            if slot.nbytes < arena.num_bytes:
+                raise StoreError(f"slot {path} has {slot.nbytes} bytes, needs {arena.num_bytes}; restart the run")
 
     def write(self, slot: int, tensors: Tensors) -> None:
-        """Copy local tensors to their places."""
-        for entry in self._entries:
-            data = device.bytes_of(tensors[entry.fqn])
-            if data.nbytes != entry.num_bytes:
+        """Copy local tensors to their places. Raises LayoutError when one has changed its shape or type."""
+        for entry, held in self._entries:
+            tensor = tensors[entry.fqn]
+            if tuple(tensor.shape) != held.shape or device.dtype_name(tensor.dtype) != entry.dtype:
                 raise LayoutError(
-                    f"tensor {entry.fqn} had {entry.num_bytes} bytes when it was declared and has {data.nbytes} now; "
-                    "state must keep its shapes and types during a round"
+                    f"tensor {entry.fqn} was declared as {entry.dtype} {held.shape}, but is {tensor.dtype} "
+                    f"{tuple(tensor.shape)} now; state must keep its shapes and types during a round"
                 )
-            np.copyto(self._slots[slot][entry.offset : entry.offset + entry.num_bytes], data)
+            data = self._slots[slot][entry.offset : entry.offset + entry.num_bytes]
+            if held.is_plain:
+                np.copyto(data, device.bytes_of(tensor))
+            else:
+                _gather(device.tensor_of(data, entry.dtype, entry.region.lengths), entry.region, tensor, held)
 
 
 class Snapshot:
@@ -67,32 +72,33 @@ class Snapshot:
         """
         filled, num_bytes = {}, 0
         for fqn, target in targets.items():
-            spec = layout.spec(fqn)
-            region = spec.region(place.config, place.coord)
-            if region is None or (not region.is_empty and fqn not in self._pieces):
+            held = layout.local(fqn, place.config, place.coord)
+            if held is None or (held.parts and fqn not in self._pieces):
                 continue
-            if not region.is_empty:
-                num_bytes += self._fill_one(spec, region, local(target))
+            num_bytes += self._fill_one(layout.spec(fqn), held, local(target))
             filled[fqn] = target
         device.synchronize(place.device)
         return filled, num_bytes
 
-    def _fill_one(self, spec: TensorSpec, region: Region, target: torch.Tensor) -> int:
-        pieces = self._pieces[spec.fqn]
+    def _fill_one(self, spec: TensorSpec, held: Local, target: torch.Tensor) -> int:
+        pieces = self._pieces.get(spec.fqn, [])
         for piece in pieces:
             if piece.dtype != spec.dtype or not spec.whole.contains(piece.region):
                 raise LayoutError(
                     f"tensor {spec.fqn} was saved as {piece.dtype} {piece.region}, but is {spec.dtype} of shape "
                     f"{spec.shape} now; restore the same model, or start a new run"
                 )
-        try:
-            moves = copies(region, pieces)
-        except LayoutError as error:
-            raise StateLostError(f"tensor {spec.fqn}: {error}; the snapshot on this node is not complete") from None
-        with torch.no_grad():
+        dense = target.detach().contiguous()
+        for part, view in _parts(dense, held):
+            try:
+                moves = copies(part.region, pieces)
+            except LayoutError as error:
+                raise StateLostError(f"tensor {spec.fqn}: {error}; the snapshot on this node is not complete") from None
             for move in moves:
-                target[move.dest.slices].copy_(self._view(move.piece)[move.source.slices])
-        return region.num_elements * target.element_size()
+                view[move.dest.slices].copy_(self._view(move.piece)[move.source.slices])
+        if dense.data_ptr() != target.data_ptr():
+            target.detach().copy_(dense)
+        return sum(part.region.num_elements for part in held.parts) * target.element_size()
 
     def _view(self, piece: Piece) -> torch.Tensor:
         if piece.file not in self._files:
@@ -100,6 +106,27 @@ class Snapshot:
             self._files[piece.file] = _mapped(self._folder / piece.file, "c")
         data = self._files[piece.file][piece.offset : piece.offset + piece.num_bytes]
         return device.tensor_of(data, piece.dtype, piece.region.lengths)
+
+
+def _held(layout: Layout, fqn: str, place: Place) -> Local:
+    held = layout.local(fqn, place.config, place.coord)
+    assert held is not None
+    return held
+
+
+def _parts(dense: torch.Tensor, held: Local) -> Iterator[tuple[Part, torch.Tensor]]:
+    """The canonical boxes of a dense local tensor, as views of it."""
+    for part in held.parts:
+        start = dense.storage_offset() + part.offset
+        yield part, dense.as_strided(part.region.lengths, part.strides, start)
+
+
+def _gather(dest: torch.Tensor, region: Region, tensor: torch.Tensor, held: Local) -> None:
+    """Fill `dest`, which holds the canonical box `region`, from the boxes of a local tensor."""
+    for part, view in _parts(tensor.detach().contiguous(), held):
+        common = part.region.intersect(region)
+        if common is not None:
+            dest[common.relative_to(region).slices].copy_(view[common.relative_to(part.region).slices])
 
 
 def _mapped(path: Path, mode: str) -> device.Bytes:

@@ -47,8 +47,16 @@ class State:
         self._scheduler, self._place = scheduler, place
         self._streams = Streams(place.device, place.coord)
         tensors = self._model_tensors()
+        # replicas of parameters agree; those of buffers need not: BatchNorm's means follow each rank's own rows
         self._specs = {
-            fqn: spec_of(fqn, tensor, place.config, rules, stages.stage_of(fqn) if stages else None)
+            fqn: spec_of(
+                fqn,
+                tensor,
+                place.config,
+                rules,
+                stages.stage_of(fqn) if stages else None,
+                "agree" if isinstance(tensor, nn.Parameter) else "first",
+            )
             for fqn, tensor in tensors.items()
         }
         self._optimizer = None if optimizer is None else OptimizerState(optimizer, tensors, self._specs, place.config)
@@ -59,7 +67,7 @@ class State:
         layout = Layout(tuple(specs))
         layout.check(self._place.config)
         for fqn, tensor in self.read().items():
-            check_local(layout.spec(fqn), tensor, self._place.config, self._place.coord)
+            check_local(layout, fqn, tensor, self._place)
         return layout
 
     def read(self) -> dict[str, torch.Tensor]:

@@ -6,6 +6,7 @@ import functools
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -21,14 +22,14 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tenplexrun.core.dtypes import ITEM_BYTES
-from tenplexrun.core.layout import Layout, Shard, Stages, TensorSpec
+from tenplexrun.core.layout import Layout, Order, Pad, Shard, Stage, Stages, TensorSpec
 from tenplexrun.core.parallel import AXES, ParallelConfig
 from tenplexrun.core.pieces import Index, Piece
-from tenplexrun.core.snapshots import Claim, SnapshotId, arena_map
+from tenplexrun.core.snapshots import ArenaMap, Claim, SnapshotId, arena_map
 from tenplexrun.errors import LayoutError, StateLostError
 from tenplexrun.worker.exchange import agree
 from tenplexrun.worker.launch import Place
-from tenplexrun.worker.placements import local, spec_of
+from tenplexrun.worker.placements import Rule, local, spec_of
 from tenplexrun.worker.slots import SlotWriter, Snapshot
 from tenplexrun.worker.state import State
 
@@ -101,7 +102,7 @@ def save(folder: Path, config: ParallelConfig) -> Path:
     layout = union(config)
     ranks = range(config.world_size)
     arena = arena_map(layout, config, ranks)
-    slot = folder / "slot-0.bin"
+    slot = folder / "slot.bin"
     slot.write_bytes(bytes(arena.num_bytes))
     for rank in ranks:
         with rank_of(config, rank) as (place, mesh):
@@ -113,16 +114,15 @@ def save(folder: Path, config: ParallelConfig) -> Path:
                 elif not fqn.startswith("rng."):
                     fill_with_own_indices(tensor, layout.spec(fqn), place)
             state.adopt(filled, state.values())
-            own = [entry for entry in arena.entries if entry.writer == rank]
-            SlotWriter([str(slot)], own, arena.num_bytes).write(0, state.read())
-    pieces = [
-        Piece(entry.fqn, entry.region, entry.dtype, slot.name, entry.offset, entry.num_bytes, 0)
-        for entry in arena.entries
-    ]
-    claims = (Claim(config, tuple(ranks)),)
-    index = Index(SnapshotId(0, 7, layout.digest), True, 56, None, claims, tuple(pieces))
+            SlotWriter([str(slot)], arena, layout, place).write(0, state.read())
+    return write_index(folder, layout, config, arena)
+
+
+def write_index(folder: Path, layout: Layout, config: ParallelConfig, arena: ArenaMap) -> Path:
+    pieces = tuple(Piece(e.fqn, e.region, e.dtype, "slot.bin", e.offset, e.num_bytes, 0) for e in arena.entries)
+    claims = (Claim(config, tuple(range(config.world_size))),)
     path = folder / "index.json"
-    path.write_text(json.dumps(index.to_json()))
+    path.write_text(json.dumps(Index(SnapshotId(0, 7, layout.digest), True, 56, None, claims, pieces).to_json()))
     return path
 
 
@@ -230,7 +230,7 @@ def test_what_a_layout_cannot_describe() -> None:
         odd = DTensor.from_local(torch.ones(4), mesh["tp"], [Sharded(0)], run_check=False, shape=(7,), stride=(1,))
         model = nn.Module()
         model.register_buffer("odd", odd)
-        with pytest.raises(LayoutError, match=r"odd has the local shape \(4,\) .* gives it \[4:7\]"):
+        with pytest.raises(LayoutError, match=r"odd has the local shape \(4,\) .* gives it \(3,\) of \(7,\)"):
             State(model, None, None, None, {}, place).layout()
 
 
@@ -249,6 +249,66 @@ def test_rules_shard_plain_tensors() -> None:
             State(model, None, None, None, {"0.weight": (Shard(2, "tp"),)}, place)
 
 
+def test_rules_for_fused_and_padded_tensors(tmp_path: Path) -> None:
+    """Gate and up fused, each split by itself; a vocabulary padded for tp; moments go along; padding stays as built."""
+    rules = {
+        "gate_up": (Shard(0, "tp", "even", segs=(1, 1)),),
+        "vocabulary": Rule((Pad(0, 4, ("tp",)), Shard(0, "tp", "even")), (9, 2)),
+        "qkv": Rule((Order(0, 2, (8, 4, 4)), Shard(0, "tp", "even")), (16, 3)),
+    }
+    shapes = {"gate_up": (8, 3), "vocabulary": (9, 2), "qkv": (16, 3)}
+    whole = {name: torch.arange(float(prod(shape))).view(shape) for name, shape in shapes.items()}
+
+    def make(place: Place, value: float) -> tuple[nn.ParameterDict, State]:
+        tp = place.config.tp
+        rows = {"gate_up": 8 // tp, "vocabulary": -(-9 // (4 * tp)) * 4, "qkv": 16 // tp}
+        model = nn.ParameterDict({name: torch.full((rows[name], *shape[1:]), value) for name, shape in shapes.items()})
+        return model, State(model, torch.optim.SGD(model.values(), 0.5, momentum=0.5), None, None, rules, place)
+
+    def expected(name: str, tp: int, rank: int) -> torch.Tensor:
+        tensor = whole[name]
+        if name == "gate_up":
+            return torch.cat([half.chunk(tp)[rank] for half in tensor.chunk(2)])
+        if name == "qkv":
+            query, key, value = tensor.split([8, 4, 4])
+            groups = [torch.cat([query[g * 4 :][:4], key[g * 2 :][:2], value[g * 2 :][:2]]) for g in (0, 1)]
+            return torch.cat(groups).chunk(tp)[rank]
+        rows = -(-9 // (4 * tp)) * 4
+        return tensor[rank * rows : (rank + 1) * rows]
+
+    def layout_of(config: ParallelConfig) -> Layout:
+        declared = {}
+        for rank in range(config.world_size):
+            with rank_of(config, rank) as (place, _):
+                declared[rank] = make(place, 0.0)[1].layout()
+        return Layout.union(config, declared)
+
+    current = ParallelConfig(tp=2)
+    layout = layout_of(current)
+    arena = arena_map(layout, current, range(2))
+    slot = tmp_path / "slot.bin"
+    slot.write_bytes(bytes(arena.num_bytes))
+    for rank in range(2):
+        with rank_of(current, rank) as (place, _):
+            model, state = make(place, -1.0)
+            with torch.no_grad():
+                for name, tensor in model.items():
+                    part = expected(name, 2, rank)
+                    tensor[: len(part)].copy_(part)
+            SlotWriter([str(slot)], arena, layout, place).write(0, state.read())
+    index = write_index(tmp_path, layout, current, arena)
+    for target in (ParallelConfig(), current):
+        layout = layout_of(target)
+        for rank in range(target.tp):
+            with rank_of(target, rank) as (place, _):
+                model, state = make(place, -5.0)
+                Snapshot(str(index)).fill({name: model[name] for name in shapes}, layout, place)
+                for name, tensor in model.items():
+                    part = expected(name, target.tp, rank)
+                    assert torch.equal(tensor[: len(part)], part), (name, target, rank)
+                    assert (tensor[len(part) :] == -5.0).all()
+
+
 def test_the_stage_rule_must_match_what_was_built() -> None:
     config = ParallelConfig(pp=2)
     with rank_of(config, 1) as (place, _):
@@ -265,17 +325,21 @@ def test_ranks_agree_on_the_union_or_all_hear_why_not() -> None:
         def get(self, key: str) -> bytes:
             return self[key]
 
-    a, b = Layout((TensorSpec("a", (2,), "bool"),)), Layout((TensorSpec("b", (2,), "bool"),))
+    config = ParallelConfig(pp=2)
+    a = Layout((TensorSpec("a", (2,), "bool", stage=Stage(0, 2)),))
+    b = Layout((TensorSpec("b", (2,), "bool", stage=Stage(1, 2)),))
     store = Dict({"layout/1": json.dumps({"layout": b.to_json(), "values": {"lr": 1}}).encode()})
-    both = agree(store, 0, 2, a, {"lr": 1})
+    both = agree(store, config, 0, a, {"lr": 1})
     assert [spec.fqn for spec in both.tensors] == ["a", "b"]
     with pytest.raises(LayoutError, match="rank 1 and rank 0 differ in lr"):
-        agree(store, 0, 2, a, {"lr": 2})
+        agree(store, config, 0, a, {"lr": 2})
     with pytest.raises(LayoutError, match="rank 1 and rank 0 differ in lr"):
-        agree(store, 1, 2, b, {"lr": 1})
+        agree(store, config, 1, b, {"lr": 1})
     store = Dict({"layout/1": json.dumps({"layout": b.to_json(), "values": {}}).encode()})
     with pytest.raises(LayoutError, match="tensor b is declared in two ways"):
-        agree(store, 0, 2, Layout((TensorSpec("b", (3,), "bool"),)), {})
+        agree(store, config, 0, Layout((TensorSpec("b", (3,), "bool"),)), {})
+    with pytest.raises(LayoutError, match="rank 1 lacks a"):
+        agree(store, config, 0, Layout((TensorSpec("a", (2,), "bool"),)), {})
 
 
 class Everything(nn.Module):
@@ -300,12 +364,10 @@ def test_every_type_and_shape_comes_back_bit_by_bit(tmp_path: Path) -> None:
         arena = arena_map(layout, place.config, [0])
         slot = tmp_path / "slot.bin"
         slot.write_bytes(bytes(arena.num_bytes))
-        SlotWriter([str(slot)], arena.entries, arena.num_bytes).write(0, state.read())
-        pieces = tuple(Piece(e.fqn, e.region, e.dtype, slot.name, e.offset, e.num_bytes, 0) for e in arena.entries)
-        index = Index(SnapshotId(0, 1, layout.digest), True, 0, None, (), pieces)
-        (tmp_path / "index.json").write_text(json.dumps(index.to_json()))
+        SlotWriter([str(slot)], arena, layout, place).write(0, state.read())
+        index = write_index(tmp_path, layout, place.config, arena)
         other = State(fresh, None, None, None, {}, place)
-        filled, _ = Snapshot(str(tmp_path / "index.json")).fill(other.blank(), layout, place)
+        filled, _ = Snapshot(str(index)).fill(other.blank(), layout, place)
         other.adopt(filled, other.values())
         for (name, old), (_, new) in zip(saved.named_buffers(), fresh.named_buffers(), strict=True):
             assert old.dtype == new.dtype
