@@ -56,7 +56,7 @@ class EtcdServer:
         self.process.send_signal(signum)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="session", autouse=True)
 def etcd_server() -> Iterator[EtcdServer]:
     directory = Path(tempfile.mkdtemp(prefix="tenplexrun-test-", dir="/dev/shm"))
     server = EtcdServer(directory)
