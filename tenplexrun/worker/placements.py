@@ -117,5 +117,5 @@ def check_local(layout: Layout, fqn: str, tensor: torch.Tensor, place: Place) ->
     if held.shape != tuple(tensor.shape):
         raise LayoutError(
             f"tensor {fqn} has the local shape {tuple(tensor.shape)} on the rank at {dict(place.coord)}, but the "
-            f"layout gives it {held.shape} of {layout.spec(fqn).shape}; shard it over job.mesh, or declare it in `rules`"
+            f"layout gives it {held.shape} of {layout.spec(fqn).shape}: shard it on job.mesh or declare it in `rules`"
         )
