@@ -209,8 +209,9 @@ class Guardian:
         try:
             if record["op"] == "spawn":
                 self._spawn(record, fds)
-            elif record["op"] == "kill" and record["pid"] in self._names:
-                os.kill(record["pid"], record["signum"])
+            elif record["op"] == "kill" and record["pid"] in self._names:  # not reaped: the number is still its own
+                with contextlib.suppress(OSError):
+                    os.kill(record["pid"], record["signum"])
             elif record["op"] == "cleanup":
                 self._urls, self._mounts = record["delete_urls"], record["mounts"]
         finally:

@@ -90,8 +90,8 @@ class WarmPool:
         op, reply = record["op"], {}
         try:
             if op == "signal":
-                if record["pid"] in self._pidfds:  # not reaped, so the number is still its own
-                    os.kill(record["pid"], record["signum"])
+                if record["pid"] in self._pidfds:  # not reaped: the number is still its own
+                    _send_signal(record["pid"], record["signum"])
                 return None
             if op == "sweep":
                 self._sweep()
@@ -167,8 +167,12 @@ class WarmPool:
 
 def _kill(pids: Iterable[int]) -> None:
     for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+        _send_signal(pid, signal.SIGKILL)
+
+
+def _send_signal(pid: int, signum: int) -> None:
+    with contextlib.suppress(OSError):  # gone, or a program that has changed its user
+        os.kill(pid, signum)
 
 
 def work(record: Record, fds: Sequence[int]) -> None:

@@ -139,6 +139,7 @@ class _Node:
             await desk.close()
             await links.close()
             await pool.close()
+            await logs.close()
             await coordination.close()
 
     def _settings(self) -> Settings:
