@@ -222,12 +222,12 @@ def _kill_agent_and_pool(node: Node) -> None:
     os.kill(node.pids["agent"], signal.SIGKILL)
 
 
-def _interrupt(node: Node) -> None:
-    os.kill(node.pids["agent"], signal.SIGINT)
+def _terminate(node: Node) -> None:
+    os.kill(node.pids["agent"], signal.SIGTERM)
 
 
 @pytest.mark.parametrize(
-    "act", [_kill_agent, _kill_group, _kill_agent_with_stopped_pool, _kill_agent_and_pool, _interrupt]
+    "act", [_kill_agent, _kill_group, _kill_agent_with_stopped_pool, _kill_agent_and_pool, _terminate]
 )
 def test_nothing_outlives_the_agent(act: Callable[[Node], None], node: Node) -> None:
     assert len(node.living()) >= 14
