@@ -97,7 +97,7 @@ class Line:
 
         It is split, along its outermost dim, only into parts of at least `split_bytes`.
         """
-        while True:
+        while len(self.sources) > 1:
             index = min(bisect_right(self.ends, place), len(self.ends) - 1)
             rows = next((length for length in region.lengths if length > 1), 1)
             row = num_bytes // rows
@@ -109,6 +109,7 @@ class Line:
             first, region = _halve(region, here)
             yield self.sources[index], first, here * row
             place, num_bytes = self.ends[index], num_bytes - here * row
+        yield self.sources[0], region, num_bytes
 
 
 def _halve(region: Region, rows: int) -> tuple[Region, Region]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise, product
 from math import prod
@@ -16,7 +16,7 @@ from typing import Any
 
 from tenplexrun.core import local, records
 from tenplexrun.core.local import Local, Part
-from tenplexrun.core.ops import Buffer, Flat, Op, Order, Pad, Shard
+from tenplexrun.core.ops import Buffer, Flat, Op, Order, Pad, Run, Shard
 from tenplexrun.core.parallel import ALL_AXES, ParallelConfig
 from tenplexrun.core.ranges import Place, places
 from tenplexrun.core.records import Record
@@ -63,6 +63,7 @@ class Layout:
         self._memo["specs"] = specs
         self._memo["aliases"] = {alias: spec for spec in ordered for alias in spec.aliases}
         self._memo["buffers"] = buffers
+        self._memo["dims"] = {}
         for spec in ordered:
             named = spec.flat.buffer if spec.flat is not None else None
             if named is not None and (named not in buffers or spec.fqn not in buffers[named].fqns):
@@ -167,29 +168,22 @@ class Layout:
         axes: tuple[str, ...] = self._memo["axes"]
         return axes
 
-    def coordinates(self, spec: TensorSpec, config: ParallelConfig) -> Iterator[dict[str, int]]:
-        """The full coordinates, one for each way in which ranks can differ for `spec`: others hold replicas."""
-        axes = [axis for axis in spec.axes if axis != "pp" or not spec.stage]
-        for index in product(*(range(config.size(axis)) for axis in axes)):
-            yield {**dict.fromkeys(ALL_AXES, 0), **dict(zip(axes, index, strict=True))}
-
     def check(self, config: ParallelConfig) -> None:
         """Raises LayoutError, one line, when this state cannot be laid out under `config`."""
         if ("checked", config) in self._memo:
             return
-        seen: set[Any] = set()
+        seen: set[_Dim] = set()
         for spec in self.tensors:
             for stage in (spec.stage, *spec.copies) if spec.stage is not None else ():
                 if config.pp > stage.of:
                     raise LayoutError(
                         f"pp={config.pp} stages cannot share {stage.of} items ({spec.fqn}); use pp <= {stage.of}"
                     )
-            if (spec.shape, spec.ops) in seen:
-                continue
-            seen.add((spec.shape, spec.ops))
             try:
-                for coord in self.coordinates(spec, config) if spec.at is None else ():
-                    spec.runs(config, coord)
+                for dim in self._dims(spec):
+                    if dim not in seen:
+                        seen.add(dim)
+                        dim.check(config)
             except LayoutError as error:
                 raise LayoutError(f"tensor {spec.fqn} {spec.shape}: {error}; choose other sizes") from None
         for buffer in self.buffers:
@@ -232,10 +226,10 @@ class Layout:
     def _union(self, keys: frozenset[tuple[ParallelConfig, tuple[int, ...]]]) -> Boxes:
         """One mapping object for equal keys: that objects are the same lets the planner know equal nodes by it."""
         if keys not in self._memo:
-            bases = [self._base(config, key) for config, key in sorted(keys, key=lambda one: (str(one[0]), one[1]))]
-            if len(bases) == 1:
-                self._memo[keys] = bases[0]
+            if len(keys) == 1:
+                self._memo[keys] = self._base(*next(iter(keys)))
             else:
+                bases = [self._base(config, key) for config, key in sorted(keys, key=lambda one: (str(one[0]), one[1]))]
                 gathered: dict[str, list[tuple[Region, ...]]] = {}
                 for base in bases:
                     for fqn, boxes in base.items():
@@ -286,12 +280,20 @@ class Layout:
         return found
 
     def _regions(self, spec: TensorSpec, config: ParallelConfig, coord: Coord) -> tuple[Region, ...]:
-        runs = spec.runs(config, coord)
         if spec.flat is None:
-            return local.regions(runs)
+            return local.boxes([dim.intervals(config, coord) for dim in self._dims(spec)])
         place = self._place(spec, config, coord)
         assert place is not None
-        return local.joined([part.region for part in local.flat(runs, *place).parts])
+        return local.joined([part.region for part in local.flat(spec.runs(config, coord), *place).parts])
+
+    def _dims(self, spec: TensorSpec) -> list[_Dim]:
+        if spec.fqn not in self._memo["dims"]:
+            self._memo["dims"][spec.fqn] = [
+                self._memo.setdefault(("dim", length, spec.ops_on(dim)), _Dim(length, spec.ops_on(dim)))
+                for dim, length in enumerate(spec.shape)
+            ]
+        found: list[_Dim] = self._memo["dims"][spec.fqn]
+        return found
 
     def _place(self, spec: TensorSpec, config: ParallelConfig, coord: Coord) -> Place | None:
         """Which range of the stored tensor a rank has by `Flat`, and where; None without `Flat`."""
@@ -311,6 +313,33 @@ class Layout:
             }
             self._memo[key] = places(buffer, spec.flat, sizes, config, coord)
         found: Place = self._memo[key][spec.fqn]
+        return found
+
+
+class _Dim:
+    """A dim with its operations: whatever the number of ranks, it is evaluated once for each coordinate on its axes."""
+
+    def __init__(self, length: int, ops: tuple[Order | Pad | Shard, ...]) -> None:
+        self._length, self._ops = length, ops
+        self._axes = tuple(axis for op in ops if isinstance(op, Shard) for axis in op.axes)
+        self._known: dict[tuple[Any, ...], list[Run]] = {}
+
+    def check(self, config: ParallelConfig) -> None:
+        """Raises LayoutError unless every coordinate can have its part, and all parts together are the dim."""
+        axes = self._axes
+        held: set[tuple[Run, ...]] = set()
+        for index in product(*(range(config.size(axis)) for axis in axes)):
+            held.add(tuple(self.intervals(config, dict(zip(axes, index, strict=True)))))
+        if local.merge([run for runs in held for run in runs]) != ([(0, self._length)] if self._length else []):
+            raise LayoutError(f"the parts of a dim of {self._length} rows are not the dim: {sorted(held)}")
+
+    def intervals(self, config: ParallelConfig, coord: Coord) -> list[Run]:
+        """The canonical intervals that a rank holds, sorted."""
+        key = (config, *(coord[axis] for axis in self._axes))
+        found = self._known.get(key)
+        if found is None:
+            found = local.merge(local.stored(self._length, self._ops, config.size, coord.__getitem__))
+            self._known[key] = found
         return found
 
 

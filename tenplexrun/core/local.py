@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 from math import prod
 
-from tenplexrun.core.ops import PAD, Flat, Op, Order, Pad, Run, Sizes
+from tenplexrun.core.ops import PAD, Order, Pad, Run, Shard, Sizes
 from tenplexrun.core.regions import Region
 
 
@@ -39,17 +39,17 @@ class Local:
         return len(self.parts) == 1 and self.parts[0].region.lengths == self.shape
 
 
-def stored(shape: Sequence[int], ops: Sequence[Op], size: Sizes, coord: Sizes) -> list[list[Run]]:
-    """For each dim the runs that a rank stores, by all operations but `Flat`. Raises LayoutError as they do."""
-    dims: list[list[Run]] = [[(0, length)] for length in shape]
+def stored(length: int, ops: Sequence[Order | Pad | Shard], size: Sizes, coord: Sizes) -> list[Run]:
+    """The runs that a rank stores of a dim, by the operations on it. Raises LayoutError as they do."""
+    runs: list[Run] = [(0, length)]
     for op in ops:
         if isinstance(op, Order):
-            dims[op.dim] = op.apply(dims[op.dim])
+            runs = op.apply(runs)
         elif isinstance(op, Pad):
-            dims[op.dim] = op.apply(dims[op.dim], size)
-        elif not isinstance(op, Flat):
-            dims[op.dim] = op.apply(dims[op.dim], size, coord)
-    return dims
+            runs = op.apply(runs, size)
+        else:
+            runs = op.apply(runs, size, coord)
+    return runs
 
 
 def lengths(dims: Sequence[Sequence[Run]]) -> tuple[int, ...]:
@@ -73,10 +73,15 @@ def flat(dims: Sequence[Sequence[Run]], low: int, high: int, place: int, length:
 
 def regions(dims: Sequence[Sequence[Run]]) -> tuple[Region, ...]:
     """The fewest boxes of the stored array's canonical indices, sorted; none where it is empty."""
-    merged = [_merge(runs) for runs in dims]
-    return tuple(
-        sorted(Region(tuple(start for start, _ in box), tuple(size for _, size in box)) for box in product(*merged))
-    )
+    merged = [merge(runs) for runs in dims]
+    return boxes(merged)
+
+
+def boxes(merged: Sequence[Sequence[Run]]) -> tuple[Region, ...]:
+    """All boxes with one interval a dim, sorted where the intervals of each dim are."""
+    if all(len(runs) == 1 for runs in merged):
+        return (Region(tuple(runs[0][0] for runs in merged), tuple(runs[0][1] for runs in merged)),)
+    return tuple(Region(tuple(start for start, _ in box), tuple(size for _, size in box)) for box in product(*merged))
 
 
 def joined(boxes: Sequence[Region]) -> tuple[Region, ...]:
@@ -106,7 +111,8 @@ def _without(numbers: tuple[int, ...], dim: int) -> tuple[int, ...]:
     return numbers[:dim] + numbers[dim + 1 :]
 
 
-def _merge(runs: Sequence[Run]) -> list[Run]:
+def merge(runs: Sequence[Run]) -> list[Run]:
+    """The canonical intervals of stored runs, sorted, neighbours put together, padding left out."""
     merged: list[Run] = []
     for start, length in sorted(runs):
         if start == PAD or not length:

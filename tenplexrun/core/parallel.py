@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 AXES = ("pp", "dp", "cp", "tp")
@@ -36,6 +36,7 @@ class ParallelConfig:
     etp: int = 0
     dp_shard: int = 0
     order: tuple[str, ...] = AXES
+    _size: dict[str, int] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for axis in _SIZES:
@@ -52,6 +53,10 @@ class ParallelConfig:
         object.__setattr__(self, "order", tuple(self.order))
         if sorted(self.order) != sorted(AXES):
             raise ValueError(f"order={self.order}: name each of {', '.join(AXES)} once, the outermost first")
+        etp = self.etp or (self.tp if (self.dp * self.cp) % self.ep == 0 else 1)
+        shard = self.dp_shard or self.dp
+        self._size.update({axis: getattr(self, axis) for axis in _SIZES})
+        self._size.update(etp=etp, edp=dense // (self.ep * etp), dp_shard=shard, dp_replicate=self.dp // shard)
 
     @property
     def world_size(self) -> int:
@@ -59,14 +64,7 @@ class ParallelConfig:
 
     def size(self, axis: str) -> int:
         """Size of `axis`, one of `ALL_AXES`."""
-        if axis in _SIZES:
-            return int(getattr(self, axis))
-        if axis == "etp":
-            return self.etp or (self.tp if (self.dp * self.cp) % self.ep == 0 else 1)
-        if axis == "edp":
-            return self.dp * self.cp * self.tp // (self.ep * self.size("etp"))
-        shard = self.dp_shard or self.dp
-        return shard if axis == "dp_shard" else self.dp // shard
+        return self._size[axis]
 
     def coord(self, rank: int) -> dict[str, int]:
         """Dense mesh coordinate of `rank`, one entry an axis of `AXES`. Raises ValueError outside the world."""
@@ -74,7 +72,7 @@ class ParallelConfig:
             raise ValueError(f"rank {rank} is not in a world of {self.world_size}")
         coord = {}
         for axis in reversed(self.order):
-            rank, coord[axis] = divmod(rank, self.size(axis))
+            rank, coord[axis] = divmod(rank, self._size[axis])
         return {axis: coord[axis] for axis in AXES}
 
     def expand(self, coord: Mapping[str, int]) -> dict[str, int]:
@@ -86,10 +84,10 @@ class ParallelConfig:
         index = 0
         for axis in self.order:
             if axis != "pp":
-                index = index * self.size(axis) + full[axis]
-        index, full["etp"] = divmod(index, self.size("etp"))
+                index = index * self._size[axis] + full[axis]
+        index, full["etp"] = divmod(index, self._size["etp"])
         full["edp"], full["ep"] = divmod(index, self.ep)
-        full["dp_replicate"], full["dp_shard"] = divmod(full["dp"], self.size("dp_shard"))
+        full["dp_replicate"], full["dp_shard"] = divmod(full["dp"], self._size["dp_shard"])
         return full
 
     def rank(self, coord: Mapping[str, int]) -> int:

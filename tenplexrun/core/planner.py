@@ -217,17 +217,19 @@ class Planner:
         draft = own_class.draft
         _refuse_gaps(draft.gaps)
         rack = self._racks.get(node)
-        places: dict[_Set, int] = {}
+        lines: dict[tuple[int, ...], Line] = {}
+        places: dict[tuple[int, ...], int] = {}
         fetches: list[Fetch] = []
         for fqn, item, way in draft.tensors:
             for region, classes in way.tiles:
-                wanted = self._set(classes, rack)
+                if classes not in lines:
+                    wanted = self._set(classes, rack)
+                    lines[classes] = self._lines[wanted]
+                    places[classes] = self._starts[wanted][id(own_class)] + number * draft.demands[classes]
                 num_bytes = region.num_elements * item
-                if wanted not in places:
-                    places[wanted] = self._starts[wanted][id(own_class)] + number * draft.demands[classes]
-                served = self._lines[wanted].serve(places[wanted], region, num_bytes, self._split_bytes)
-                fetches.extend(Fetch(fqn, source, part, size) for source, part, size in served)
-                places[wanted] += num_bytes
+                for source, part, size in lines[classes].serve(places[classes], region, num_bytes, self._split_bytes):
+                    fetches.append(Fetch(fqn, source, part, size))
+                places[classes] += num_bytes
         own, absent, needed_bytes, held_bytes = self._own(node)
         fetches.extend(own)
         fetches.sort(key=lambda fetch: (fetch.source, fetch.fqn, fetch.region.offsets))

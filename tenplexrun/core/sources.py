@@ -30,12 +30,14 @@ class Geometry:
 
 def geometry(needed: Sequence[Region], held: Sequence[Region], copies: CopyIndex) -> Geometry:
     """What is missing of `needed`, cut along the copies."""
-    missing = [box for region in needed for box in subtract(region, held)]
+    missing = [box for region in needed for box in (subtract(region, held) if held else [region])]
     tiles: list[Copy] = []
     lost: list[Region] = []
     for box in missing:
-        tiles.extend(copies.tiles(box))
-        lost.extend(copies.gaps(box))
+        found = copies.tiles(box)
+        tiles.extend(found)
+        if sum(tile.num_elements for tile, _ in found) < box.num_elements:  # they are disjoint parts of the box
+            lost.extend(copies.gaps(box))
     tiles.sort()
     return Geometry(
         sum(region.num_elements for region in needed),

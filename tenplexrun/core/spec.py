@@ -8,7 +8,7 @@ from typing import Literal
 
 from tenplexrun.core import local, records
 from tenplexrun.core.dtypes import item_bytes
-from tenplexrun.core.ops import Flat, Op, Pad, Run, Shard, flat_index, op_from_json
+from tenplexrun.core.ops import Flat, Op, Order, Pad, Run, Shard, flat_index, op_from_json
 from tenplexrun.core.parallel import ALL_AXES, AXES, ParallelConfig
 from tenplexrun.core.records import Record
 from tenplexrun.core.regions import Region
@@ -99,9 +99,16 @@ class TensorSpec:
             return False
         return all(coord[axis] == index for axis, index in self.coordinate)
 
+    def ops_on(self, dim: int) -> tuple[Order | Pad | Shard, ...]:
+        """The operations on one dim, in order. Dims are independent of one another."""
+        return tuple(op for op in self.ops if not isinstance(op, Flat) and op.dim == dim)
+
     def runs(self, config: ParallelConfig, coord: Mapping[str, int]) -> list[list[Run]]:
-        """What all operations but `Flat` leave, at a full coordinate. Raises LayoutError as the operations do."""
-        return local.stored(self.shape, self.ops, config.size, coord.__getitem__)
+        """What all operations but `Flat` leave, a dim, at a full coordinate. Raises LayoutError as they do."""
+        return [
+            local.stored(length, self.ops_on(dim), config.size, coord.__getitem__)
+            for dim, length in enumerate(self.shape)
+        ]
 
     def range(self, config: ParallelConfig, coord: Mapping[str, int], size: int) -> tuple[int, int, int]:
         """(low, high, padded length) of this rank's range, of `size` elements, by a `Flat` without a buffer."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tenplexrun.core.dtypes import item_bytes
+from tenplexrun.core.layout import Layout
+from tenplexrun.core.parallel import ParallelConfig
 from tenplexrun.core.planner import Fetch, Holders, NodePlan, ReconfigurationPlan
 from tenplexrun.core.ptc import PTC
 from tenplexrun.core.regions import Region, subtract
@@ -37,13 +39,13 @@ def validate_part(part: NodePlan, target: PTC, holders: Holders) -> None:
         if fqn not in needed or not target.layout.spec(fqn).at or fqn in by_tensor or _covered(fqn, needed, holders):
             raise LayoutError(f"node {part.node}: {fqn} is not absent: it is shared state, unneeded, or a copy lives")
     needed_bytes = missing_bytes = 0
-    for fqn in sorted((needed.keys() | by_tensor.keys()) - absent):
+    for fqn in sorted({*needed, *by_tensor} - absent):
         boxes = [fetch.region for fetch in by_tensor.get(fqn, ())]
-        missing = [rest for one in needed.get(fqn, ()) for rest in subtract(one, held.get(fqn, ()))]
-        _check_tiling(f"node {part.node}, tensor {fqn}", boxes, missing)
+        wanted, having = needed.get(fqn, ()), held.get(fqn, ())
         item = item_bytes(target.layout.spec(fqn).dtype)
-        needed_bytes += item * sum(region.num_elements for region in needed.get(fqn, ()))
-        missing_bytes += item * sum(region.num_elements for region in missing)
+        needed_bytes += item * sum(region.num_elements for region in wanted)
+        if boxes or wanted is not having:
+            missing_bytes += item * _check_tiling(f"node {part.node}, tensor {fqn}", boxes, wanted, having)
     if (part.needed_bytes, part.held_bytes) != (needed_bytes, needed_bytes - missing_bytes):
         raise LayoutError(
             f"node {part.node} counts {part.needed_bytes} bytes needed and {part.held_bytes} held; "
@@ -64,19 +66,50 @@ def _check_fetch(fetch: Fetch, node: str, target: PTC, holders: Holders) -> None
         raise LayoutError(f"{what}: the source holds no region that contains it")
 
 
-def _check_tiling(what: str, boxes: Sequence[Region], missing: Sequence[Region]) -> None:
-    """`boxes` are disjoint and hold exactly the elements of `missing`."""
-    for index, box in enumerate(boxes):
-        for other in boxes[:index]:
+def _check_tiling(what: str, boxes: Sequence[Region], needed: Sequence[Region], held: Sequence[Region]) -> int:
+    """How many elements of `needed` are not `held`, once `boxes` are known to be disjoint and to be just these."""
+    ordered = sorted(boxes)
+    for index, box in enumerate(ordered):
+        for other in ordered[index + 1 :]:
+            if other.lengths and other.offsets[0] >= box.offsets[0] + box.lengths[0]:
+                break  # sorted by the first dim: no later one can overlap
             if box.intersect(other) is not None:
                 raise LayoutError(f"{what}: {box} and {other} overlap, a part is fetched twice")
-        needless = subtract(box, missing)
-        if needless:
-            raise LayoutError(f"{what}: {needless[0]} is fetched, but not needed or held already")
-    for box in missing:
-        gap = subtract(box, boxes)
+        if not any(region.contains(box) for region in needed):
+            needless = subtract(box, needed)
+            if needless:
+                raise LayoutError(f"{what}: {needless[0]} is fetched, but not needed")
+        if any(box.intersect(region) is not None for region in held):
+            raise LayoutError(f"{what}: {box} is fetched, but not needed or held already")
+    fetched = sum(box.num_elements for box in boxes)
+    if fetched == sum(region.num_elements for region in needed):
+        return fetched  # disjoint, all needed, and as many as needed: nothing is left
+    missing = [rest for one in needed for rest in subtract(one, held)]
+    if fetched != sum(box.num_elements for box in missing):
+        gap = next(rest for box in missing for rest in subtract(box, boxes))
+        raise LayoutError(f"{what}: {gap} is needed, but neither held nor fetched")
+    return fetched
+
+
+def check_coverage(layout: Layout, config: ParallelConfig) -> None:
+    """Proof that the ranks of `config` hold every element of every tensor, each in one way.
+
+    Raises LayoutError that names a tensor of which an element is on no rank, or in two different regions.
+    """
+    layout.check(config)
+    held: dict[str, set[Region]] = {}
+    for rank in range(config.world_size):
+        for fqn, regions in layout.regions_of(config, rank).items():
+            held.setdefault(fqn, set()).update(regions)
+    for spec in layout.tensors:
+        if spec.at is not None:
+            continue
+        found = sorted(held.get(spec.fqn, ()))
+        gap = subtract(spec.whole, found)
         if gap:
-            raise LayoutError(f"{what}: {gap[0]} is needed, but neither held nor fetched")
+            raise LayoutError(f"tensor {spec.fqn}: {gap[0]} is on no rank at {config}")
+        if sum(region.num_elements for region in found) != spec.whole.num_elements:
+            raise LayoutError(f"tensor {spec.fqn}: regions overlap in part at {config}: {found[:4]}")
 
 
 def _covered(fqn: str, needed: Boxes, holders: Holders) -> bool:
