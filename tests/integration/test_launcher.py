@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from cluster import BIN, Cluster, descendants
 
+from tenplexrun.agent.sweep import sweep
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 TIMEOUT_S = 150.0
 
@@ -157,6 +159,20 @@ def test_kill_9_of_the_agent_leaves_nothing(tmp_path: Path, cluster: Cluster) ->
     while folder.exists() or any(Path(f"/proc/{pid}").exists() for pid in pids):
         assert time.monotonic() < deadline, "the guardian has not cleaned up"
         time.sleep(0.02)
+
+
+@pytest.mark.parametrize("after_s", [0.05, 0.2, 0.4, 0.8, 1.6, 3.2])
+def test_kill_9_of_the_agent_while_it_starts_leaves_nothing(tmp_path: Path, after_s: float) -> None:
+    path = script(tmp_path, "import time; time.sleep(300)")
+    agent = subprocess.Popen([str(BIN / "tenplexrun"), path], stderr=subprocess.DEVNULL)
+    time.sleep(after_s)
+    agent.kill()
+    agent.wait()
+    deadline = time.monotonic() + 30
+    while any(str(agent.pid) in record.read_text() for record in Path("/dev/shm").glob("tenplexrun-*/agent.json")):
+        assert time.monotonic() < deadline, "the node directory is still there"
+        sweep()  # killed before its guardian was there, the next start cleans up
+        time.sleep(0.05)
 
 
 def test_interrupt_ends_the_job_with_130(tmp_path: Path, cluster: Cluster) -> None:
