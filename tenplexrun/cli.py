@@ -28,6 +28,7 @@ from tenplexrun.agent.rendezvous import launch_token, read_secret
 from tenplexrun.agent.script import Command
 from tenplexrun.agent.session import NodeServices
 from tenplexrun.agent.sweep import make_node_dir, sweep
+from tenplexrun.assignment import least_cost
 from tenplexrun.config import JobSpec, parse
 from tenplexrun.core.membership import Settings
 from tenplexrun.core.rounds import Member, Verdict
@@ -153,6 +154,7 @@ class _Node:
             rendezvous_timeout_s=times.rendezvous_s,
             gather_timeout_s=times.grace_s + 30,
             park_timeout_s=times.grace_s + 30,
+            assign=least_cost,
         )
 
     def _facts(self, store_address: str) -> NodeFacts:

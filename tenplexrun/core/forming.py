@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tenplexrun.core.layout import Layout
 from tenplexrun.core.parallel import ParallelConfig
+from tenplexrun.core.placement import Assign, place
 from tenplexrun.core.rounds import Ack, Member, Participant, Source
-from tenplexrun.core.snapshots import Holding, SnapshotId, choose
+from tenplexrun.core.snapshots import Holding, SnapshotId, choose, holders_of
 from tenplexrun.errors import LayoutError
 
 
@@ -53,9 +54,35 @@ def select(candidates: Sequence[Member], sizes: ParallelConfig, min_nodes: int, 
             chosen = tuple(fitting[:count])
             nodes = {member.node for member in chosen}
             spares = tuple(member.node for member in candidates if member.node not in nodes)
-            parallel = ParallelConfig(sizes.pp, world // replica, sizes.cp, sizes.ep, sizes.tp)
+            parallel = replace(sizes, dp=world // replica)
             return Selection(chosen, spares, parallel)
     return None
+
+
+def arrange(
+    selection: Selection,
+    layout: Layout,
+    snapshot: SnapshotId,
+    sources: Mapping[str, Source],
+    before: Mapping[str, int],
+    assign: Assign,
+) -> Selection:
+    """`selection` with nodes of equal size in the order that moves the least bytes of `snapshot`.
+
+    Nodes with a `--node-rank` stay where they are; of equal orders survivors keep their first ranks (`before`).
+    """
+    by_node = {member.node: member for member in selection.members}
+    holdings = {node: source.holdings for node, source in sources.items()}
+    order = place(
+        layout,
+        selection.parallel,
+        [(member.node, member.num_workers) for member in selection.members],
+        holders_of(snapshot, holdings, layout),
+        assign,
+        before,
+        {member.node for member in selection.members if member.node_rank is not None},
+    )
+    return replace(selection, members=tuple(by_node[node] for node, _ in order))
 
 
 def impossible(sizes: ParallelConfig, num_workers: int, min_nodes: int, max_nodes: int) -> str | None:

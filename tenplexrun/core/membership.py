@@ -17,13 +17,17 @@ from dataclasses import dataclass, replace
 from tenplexrun.core import forming
 from tenplexrun.core.layout import Layout
 from tenplexrun.core.parallel import ParallelConfig
+from tenplexrun.core.placement import Assign
 from tenplexrun.core.rounds import Ack, Cause, Failure, Member, Participant, Request, Round, Stop, Verdict
 from tenplexrun.errors import QuorumLostError, RendezvousTimeoutError
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the launch fixed. Times in seconds; while there is room, joins are gathered for `join_window_s`."""
+    """What the launch fixed. Times in seconds; while there is room, joins are gathered for `join_window_s`.
+
+    `assign` solves the placement of nodes; without it they keep their order.
+    """
 
     min_nodes: int
     max_nodes: int
@@ -33,6 +37,7 @@ class Settings:
     rendezvous_timeout_s: float = 600.0
     gather_timeout_s: float = 60.0
     park_timeout_s: float = 60.0
+    assign: Assign | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,6 +276,10 @@ def _form(view: View, round_: Round, settings: Settings, now: float, gathered: M
     if selection is None:
         return _too_few(view, round_, settings, now, members)
     snapshot, sources = forming.recover(gathered, view.members, view.layouts)
+    layout = None if snapshot is None else view.layouts[snapshot.digest]
+    if snapshot and layout and settings.assign and forming.refusal([layout], selection.parallel) is None:
+        ranks = {participant.node: participant.first_rank for participant in round_.participants}
+        selection = forming.arrange(selection, layout, snapshot, sources, ranks, settings.assign)
     first = selection.members[0]
     formed = replace(
         round_,

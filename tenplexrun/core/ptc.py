@@ -9,7 +9,7 @@ from tenplexrun.core.dtypes import item_bytes
 from tenplexrun.core.layout import Layout
 from tenplexrun.core.parallel import ParallelConfig
 from tenplexrun.core.records import Record
-from tenplexrun.core.regions import Region, subtract
+from tenplexrun.core.regions import Region, disjoint, subtract
 from tenplexrun.core.shared import Boxes, SharedRegions
 from tenplexrun.errors import LayoutError
 
@@ -44,7 +44,10 @@ class PTC:
         return self.layout.regions_of(self.config, rank)
 
     def regions_on(self, node: str) -> SharedRegions:
-        """The distinct regions that a node's ranks hold, sorted, by fqn. Those of one tensor are disjoint."""
+        """The distinct regions that a node's ranks hold, sorted, by fqn.
+
+        Those of one tensor are disjoint, but for replicas that a flat buffer cuts at different places.
+        """
         if node not in self._memo:
             self._memo[node] = self.layout.regions_at((self.config, rank) for rank in self.ranks_on(node))
         return self._memo[node]
@@ -68,7 +71,8 @@ class PTC:
 
     def bytes_on(self, node: str) -> int:
         """Of the node's distinct regions: what its ranks share counts once."""
-        return sum(self._bytes(fqn, one) for fqn, regions in self.regions_on(node).items() for one in regions)
+        found = self.regions_on(node).items()
+        return sum(self._bytes(fqn, one) for fqn, regions in found for one in disjoint(regions))
 
     def to_json(self) -> Record:
         return {"layout": self.layout.to_json(), "config": self.config.to_json(), "nodes": list(self.nodes)}

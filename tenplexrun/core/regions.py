@@ -117,6 +117,15 @@ def subtract(region: Region, holes: Iterable[Region]) -> list[Region]:
     return left
 
 
+def disjoint(regions: Sequence[Region]) -> list[Region]:
+    """Disjoint boxes with the same elements: `regions` themselves where none overlaps another."""
+    found: list[Region] = []
+    for region in regions:
+        near = [one for one in found if one.intersect(region) is not None]
+        found.extend(subtract(region, near) if near else [region])
+    return found
+
+
 def cover(region: Region, pieces: Sequence[Region]) -> list[tuple[int, Region]]:
     """Tile `region` with parts of `pieces`: pairs (index of the piece, box), the boxes disjoint, earlier pieces first.
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeAlias
 
-from tenplexrun.core.regions import Region, subtract
+from tenplexrun.core.regions import Region, disjoint, subtract
 from tenplexrun.core.shared import Boxes, parted
 
 Copy = tuple[Region, tuple[int, ...]]
@@ -30,7 +30,8 @@ class Geometry:
 
 def geometry(needed: Sequence[Region], held: Sequence[Region], copies: CopyIndex) -> Geometry:
     """What is missing of `needed`, cut along the copies."""
-    missing = [box for region in needed for box in (subtract(region, held) if held else [region])]
+    wanted = disjoint(needed)
+    missing = [box for region in wanted for box in (subtract(region, held) if held else [region])]
     tiles: list[Copy] = []
     lost: list[Region] = []
     for box in missing:
@@ -40,7 +41,7 @@ def geometry(needed: Sequence[Region], held: Sequence[Region], copies: CopyIndex
             lost.extend(copies.gaps(box))
     tiles.sort()
     return Geometry(
-        sum(region.num_elements for region in needed),
+        sum(region.num_elements for region in wanted),
         sum(box.num_elements for box in missing),
         tuple(tiles),
         tuple(lost),

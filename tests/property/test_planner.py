@@ -10,47 +10,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tenplexrun.core.layout import Layout, Shard, Stage, TensorSpec
-from tenplexrun.core.parallel import ParallelConfig
+from tenplexrun.core.layout import Layout
 from tenplexrun.core.planner import ReconfigurationPlan, plan, plan_node
 from tenplexrun.core.ptc import PTC
 from tenplexrun.core.regions import Region
-from tenplexrun.core.validation import validate
+from tenplexrun.core.validation import check_coverage, validate
 from tenplexrun.errors import StateLostError
 
-NODES = ("a", "b", "c", "d")
+from .kinds import NODES, layouts, placed
+
 ITEM = 4
 EMPTY = -1
 
 Memory = dict[str, dict[str, np.ndarray]]
 """node -> fqn -> array of the whole shape; elements that the node lacks are EMPTY."""
-
-configs = st.builds(
-    ParallelConfig, pp=st.integers(1, 2), dp=st.integers(1, 3), cp=st.integers(1, 2), tp=st.integers(1, 3)
-)
-
-
-@st.composite
-def layouts(draw: st.DrawFn) -> Layout:
-    specs = []
-    for index in range(draw(st.integers(1, 4))):
-        shape = tuple(draw(st.lists(st.sampled_from([0, 1, 3, 5, 6]), max_size=3)))
-        axes = draw(st.permutations(["dp", "cp", "tp"]))[: draw(st.integers(0, 3))] if shape else []
-        ops = [
-            Shard(draw(st.integers(0, len(shape) - 1)), axis, draw(st.sampled_from(["ceil", "front"]))) for axis in axes
-        ]
-        stage = draw(st.none() | st.builds(Stage, st.integers(0, 2), st.just(3)))
-        specs.append(TensorSpec(f"t{index}", shape, "float32", tuple(ops), stage))
-    return Layout(tuple(specs))
-
-
-@st.composite
-def placed(draw: st.DrawFn, layout: Layout) -> PTC:
-    config = draw(configs)
-    count = draw(st.integers(1, len(NODES)))
-    nodes = draw(st.lists(st.sampled_from(NODES[:count]), min_size=config.world_size, max_size=config.world_size))
-    return PTC(layout, config, tuple(nodes))
-
 
 chains = layouts().flatmap(lambda layout: st.tuples(placed(layout), placed(layout), placed(layout)))
 pairs = layouts().flatmap(lambda layout: st.tuples(placed(layout), placed(layout)))
@@ -101,9 +74,9 @@ def kept(memory: Memory, target: PTC) -> Memory:
 def needed_mask(target: PTC, node: str, fqn: str) -> np.ndarray:
     mask = np.zeros(target.layout.spec(fqn).shape, dtype=bool)
     for rank in target.ranks_on(node):
-        region = target.layout.region(fqn, target.config, target.config.coord(rank))
-        if region is not None:
-            mask[region.slices] = True
+        own = target.layout.local(fqn, target.config, target.config.coord(rank))
+        for part in own.parts if own is not None else ():
+            mask[part.region.slices] = True
     return mask
 
 
@@ -128,11 +101,12 @@ def bound_bytes(target: PTC, before: Memory) -> int:
 def test_a_plan_gives_what_gather_then_slice_gives_at_the_lower_bound(pair: tuple[PTC, PTC]) -> None:
     current, target = pair
     holders = holders_of(current)
-    moves = plan(target, holders)
+    moves = plan(target, holders, split_bytes=1)
     validate(moves, target, holders)
     before = memory_of(target.layout, holders)
     assert_ranks_have_their_slices(target, execute(moves, before))
     assert moves.num_bytes == moves.lower_bound_bytes == bound_bytes(target, before)
+    check_coverage(target.layout, target.config)
     assert sum(moves.egress().values()) == moves.num_bytes
 
 
