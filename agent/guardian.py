@@ -43,7 +43,7 @@ KILL_DEADLINE_S = 10.0  # a process in uninterruptible sleep must not keep the r
 HTTP_TIMEOUT_S = 0.5
 STRAY_POLL_MS = 20
 IDLE_POLL_MS = 1000
-IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+DEAF_TO = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -294,7 +294,7 @@ def start_process(argv: Sequence[str], env: Mapping[str, str | None], cwd: str, 
 
 def _exec(argv: Sequence[str], env: Mapping[str, str | None], cwd: str, fds: Mapping[int, int]) -> None:
     os.setpgid(0, 0)
-    for signum in (*IGNORED, signal.SIGPIPE, signal.SIGXFSZ):
+    for signum in (signal.SIGPIPE, signal.SIGXFSZ):  # the interpreter ignores them, and exec would keep that
         signal.signal(signum, signal.SIG_DFL)
     above = max(fds, default=0) + 1  # out of the way of the targets first, then into place
     for target, fd in [(target, fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, above)) for target, fd in fds.items()]:
@@ -306,8 +306,10 @@ def _exec(argv: Sequence[str], env: Mapping[str, str | None], cwd: str, fds: Map
 
 def main() -> None:
     control, agent_pidfd, node_dir = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    for signum in IGNORED:
-        signal.signal(signum, signal.SIG_IGN)
+    for signum in DEAF_TO:
+        # A handler, since what is ignored stays so over exec: only what the agent's own parent had ignored (nohup) may.
+        if signal.getsignal(signum) != signal.SIG_IGN:
+            signal.signal(signum, lambda *_: None)
     become_subreaper()
     os.set_inheritable(control, False)
     os.set_inheritable(agent_pidfd, False)

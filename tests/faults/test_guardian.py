@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import json
 import os
@@ -193,7 +194,8 @@ def node(tmp_path: Path, requests: Requests) -> Iterator[Node]:
 def _end(node: Node) -> None:
     """Whatever the test came to."""
     for pid in node.living():
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     if node.process.poll() is None:
         node.process.kill()
         node.process.wait()
