@@ -9,6 +9,7 @@ import os
 import pkgutil
 import runpy
 import signal
+import subprocess
 import sys
 import types
 import zipfile
@@ -34,6 +35,15 @@ def run(command: Command) -> None:
     """Run it to its end. Its SystemExit passes through; any other exception has been reported when it does."""
     runner = {"script": _run_script, "module": _run_module, "program": _run_program}[command.kind]
     runner(list(command.argv))
+
+
+def fresh_interpreter(command: Command) -> Command:
+    """The same, in an interpreter of its own."""
+    if command.kind == "program":
+        return command
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    argv = (sys.executable, *flags, "-u", *(("-m",) if command.kind == "module" else ()), *command.argv)
+    return Command("program", argv, command.cwd)
 
 
 def _run_script(argv: list[str]) -> None:
