@@ -3,7 +3,7 @@
 A worker notes what it imports in memory that it shares with the pool. Once that is quiet, a *trial* (a fork of the
 pool that is thrown away) imports it first: a module that starts threads, opens sockets or devices, reads the variables
 of a rank, prints, or changes what a script can see is refused, and workers go on importing it themselves. Only what
-lies in site-packages is learnt, never the user's own tree.
+lies in site-packages is learnt (and our own), never the user's tree.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ QUIET_S = 1.5  # a script that has imported nothing for that long is past its im
 TRIAL_TIMEOUT_S = 120.0
 MAX_REFUSALS = 16  # then whoever wrote these modules does not want to be preloaded
 RANK_VARIABLE = re.compile(r"(GROUP_|LOCAL_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|TORCHELASTIC_.*|TENPLEX_.*")
+OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep  # wherever it is installed
 _LENGTH = struct.Struct("q")
 
 
@@ -91,7 +92,7 @@ def folders(*names: str) -> tuple[str, ...]:
 
 def wanted(noted: Sequence[Sequence[str]], refused: Mapping[str, str]) -> list[str]:
     """Names noted, in order, that this process lacks and would find at the very place where the worker found them."""
-    site, names = folders("purelib", "platlib"), dict[str, None]()
+    site, names = (*folders("purelib", "platlib"), OURS), dict[str, None]()
     for name, origin in noted:
         parent = name.rpartition(".")[0]
         if name in sys.modules or name in names or not origin.startswith(site):
@@ -137,7 +138,7 @@ class _Watched(type(os.environ)):  # type: ignore[misc]
 def aspects() -> dict[str, object]:
     """What of this process must be the same after an import, by what to say when it is not."""
     links = [_link(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
-    known = (*folders("purelib", "platlib", "stdlib", "platstdlib"), os.path.dirname(os.path.dirname(__file__)))
+    known = (*folders("purelib", "platlib", "stdlib", "platstdlib"), OURS)
     files = [(name, getattr(module, "__file__", None)) for name, module in list(sys.modules.items())]
     foreign = {name for name, file in files if isinstance(file, str) and os.path.isabs(file)}
     foreign -= {name for name, file in files if isinstance(file, str) and file.startswith(known)}
