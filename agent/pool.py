@@ -112,9 +112,9 @@ class Pool:
     async def sweep(self) -> None:
         """Kill and reap everything that an ended round left: workers, the TCPStore's host, orphans.
 
-        Raises ProcessError naming the pids that do not even die of SIGKILL.
+        Raises ProcessError naming the pids that do not even die of SIGKILL. The socket of a `listen` for the next round
+        stays.
         """
-        self._drop_listener()
         if self._packets is not None and not self._packets.closed:
             await self._packets.request("sweep")
 

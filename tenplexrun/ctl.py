@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from tenplexrun import explain
 from tenplexrun.agent.etcd_v2 import EtcdV2
 from tenplexrun.agent.rendezvous import current_epoch
 from tenplexrun.core import report, rounds
@@ -57,6 +58,9 @@ def _parser() -> argparse.ArgumentParser:
     tail = commands.add_parser("events", help="the events of all nodes in order, for people")
     tail.add_argument("events", nargs="+", help="files written with --events or --log-dir")
     tail.set_defaults(run=_events)
+    plan = commands.add_parser("plan", help="what a change of layout would move, without a job", allow_abbrev=False)
+    explain.add_arguments(plan)
+    plan.set_defaults(run=explain.run)
     return root
 
 

@@ -179,6 +179,8 @@ class Layout:
                     raise LayoutError(
                         f"pp={config.pp} stages cannot share {stage.of} items ({spec.fqn}); use pp <= {stage.of}"
                     )
+            if spec.expert is not None and config.ep > spec.expert.of:
+                raise LayoutError(f"ep={config.ep} ranks cannot share {spec.expert.of} experts ({spec.fqn}); use less")
             try:
                 for dim in self._dims(spec):
                     if dim not in seen:
@@ -258,6 +260,8 @@ class Layout:
             known: dict[Any, tuple[Region, ...]] = {}
             found = {}
             for spec in self._owned(config.pp, coord["pp"]):
+                if spec.expert is not None and spec.expert.owner(config.ep) != coord["ep"]:
+                    continue
                 signature = (spec.shape, spec.ops) if spec.flat is None or spec.flat.buffer is None else spec.fqn
                 if signature not in known:
                     known[signature] = self._interned(self._regions(spec, config, coord))

@@ -28,7 +28,8 @@ class TensorSpec:
     """Global name, global (unpadded) shape, element type, partitioning and owners.
 
     `ops` apply in order; several on one dim nest, the first outermost; `Flat` is the last. `stage`: owned by one pp
-    coordinate, and by those of `copies` (embeddings tied over the first and the last stage). An axis that nothing
+    coordinate, and by those of `copies` (embeddings tied over the first and the last stage). `expert`: likewise by one
+    coordinate of ep (item `index` of `of` experts). An axis that nothing
     mentions holds replicas: `replicas` says whether they agree to the bit, or the first one counts (BatchNorm's means
     under DDP). `aliases`: other names that scripts have for it.
     `at`: the state of one mesh coordinate alone (a random generator's), as (axis, coordinate) pairs or a mapping;
@@ -45,6 +46,7 @@ class TensorSpec:
     copies: tuple[Stage, ...] = ()
     aliases: tuple[str, ...] = ()
     replicas: Replicas = "agree"
+    expert: Stage | None = None
 
     def __post_init__(self) -> None:
         records.text(self.fqn, "the name of a tensor")
@@ -84,6 +86,8 @@ class TensorSpec:
         named.update(axis for axis, _ in self.coordinate)
         if self.stage is not None:
             named.add("pp")
+        if self.expert is not None:
+            named.add("ep")
         return tuple(axis for axis in ALL_AXES if axis in named)
 
     def owners(self, pp: int) -> frozenset[int] | None:
@@ -96,6 +100,8 @@ class TensorSpec:
         """Whether the rank at the full coordinate `coord` (`ParallelConfig.expand`) has this tensor."""
         owners = self.owners(config.pp)
         if owners is not None and coord["pp"] not in owners:
+            return False
+        if self.expert is not None and coord["ep"] != self.expert.owner(config.ep):
             return False
         return all(coord[axis] == index for axis, index in self.coordinate)
 
@@ -147,11 +153,13 @@ class TensorSpec:
             record["aliases"] = list(self.aliases)
         if self.replicas != "agree":
             record["replicas"] = self.replicas
+        if self.expert is not None:
+            record["expert"] = self.expert.to_json()
         return record
 
     @classmethod
     def from_json(cls, record: object) -> TensorSpec:
-        optional = ("ops", "stage", "at", "copies", "aliases", "replicas")
+        optional = ("ops", "stage", "at", "copies", "aliases", "replicas", "expert")
         known = records.fields(record, "a tensor of a layout", ("fqn", "shape", "dtype"), optional)
         at = known.get("at")
         if at is not None:
@@ -166,6 +174,7 @@ class TensorSpec:
             tuple(map(Stage.from_json, records.items(known.get("copies", ()), "the copies of a tensor"))),
             tuple(records.items(known.get("aliases", ()), "the aliases of a tensor")),
             known.get("replicas", "agree"),
+            Stage.from_json(known["expert"]) if known.get("expert") is not None else None,
         )
 
     def _check(self, at: Mapping[str, int]) -> None:
@@ -181,6 +190,8 @@ class TensorSpec:
         for index in at.values():
             records.whole(index, "a coordinate")
         _check_axes([*self._sharded_axes(), *(["pp"] if self.stage is not None else []), *at])
+        if self.expert is not None:
+            _check_axes([*self._sharded_axes(), *at, "ep"])
         for op in self.ops:
             if isinstance(op, Flat):
                 if op is not self.ops[-1]:

@@ -6,6 +6,7 @@ Nothing of the planner is used but its records, so that a fault there is not rep
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from tenplexrun.core.dtypes import item_bytes
 from tenplexrun.core.layout import Layout
@@ -41,7 +42,7 @@ def validate_part(part: NodePlan, target: PTC, holders: Holders) -> None:
     needed_bytes = missing_bytes = 0
     for fqn in sorted({*needed, *by_tensor} - absent):
         boxes = [fetch.region for fetch in by_tensor.get(fqn, ())]
-        wanted, having = disjoint(needed.get(fqn, ())), held.get(fqn, ())
+        wanted, having = _disjoint(tuple(needed.get(fqn, ()))), held.get(fqn, ())
         item = item_bytes(target.layout.spec(fqn).dtype)
         needed_bytes += item * sum(region.num_elements for region in wanted)
         if boxes or needed.get(fqn) is not having:
@@ -54,16 +55,23 @@ def validate_part(part: NodePlan, target: PTC, holders: Holders) -> None:
 
 
 def _check_fetch(fetch: Fetch, node: str, target: PTC, holders: Holders) -> None:
-    spec = target.layout.spec(fetch.fqn)
-    what = f"node {node}: fetch of {fetch.fqn} {fetch.region} from {fetch.source}"
-    if len(fetch.region.lengths) != len(spec.shape) or not spec.whole.contains(fetch.region) or fetch.region.is_empty:
-        raise LayoutError(f"{what} is empty or out of the bounds of shape {spec.shape}")
-    if fetch.num_bytes != fetch.region.num_elements * item_bytes(spec.dtype):
-        raise LayoutError(f"{what} says {fetch.num_bytes} bytes, which is not its size in {spec.dtype}")
-    if fetch.source == node or fetch.source not in holders:
-        raise LayoutError(f"{what}: the source is not another living node")
-    if not any(region.contains(fetch.region) for region in holders[fetch.source].get(fetch.fqn, ())):
-        raise LayoutError(f"{what}: the source holds no region that contains it")
+    spec, region = target.layout.spec(fetch.fqn), fetch.region
+    fits = len(region.lengths) == len(spec.shape) and all(
+        start + length <= size for start, length, size in zip(region.offsets, region.lengths, spec.shape, strict=True)
+    )
+    wrong = None
+    if not fits or region.is_empty:
+        wrong = f" is empty or out of the bounds of shape {spec.shape}"
+    elif fetch.num_bytes != region.num_elements * item_bytes(spec.dtype):
+        wrong = f" says {fetch.num_bytes} bytes, which is not its size in {spec.dtype}"
+    elif fetch.source == node or fetch.source not in holders:
+        wrong = ": the source is not another living node"
+    else:
+        held = holders[fetch.source].get(fetch.fqn, ())
+        if region not in held and not any(one.contains(region) for one in held):
+            wrong = ": the source holds no region that contains it"
+    if wrong:
+        raise LayoutError(f"node {node}: fetch of {fetch.fqn} {region} from {fetch.source}{wrong}")
 
 
 def _check_tiling(what: str, boxes: Sequence[Region], needed: Sequence[Region], held: Sequence[Region]) -> int:
@@ -75,7 +83,7 @@ def _check_tiling(what: str, boxes: Sequence[Region], needed: Sequence[Region], 
                 break  # sorted by the first dim: no later one can overlap
             if box.intersect(other) is not None:
                 raise LayoutError(f"{what}: {box} and {other} overlap, a part is fetched twice")
-        if not any(region.contains(box) for region in needed):
+        if box not in needed and not any(region.contains(box) for region in needed):
             needless = subtract(box, needed)
             if needless:
                 raise LayoutError(f"{what}: {needless[0]} is fetched, but not needed")
@@ -108,6 +116,9 @@ def check_coverage(layout: Layout, config: ParallelConfig) -> None:
         gap = subtract(spec.whole, found)
         if gap:
             raise LayoutError(f"tensor {spec.fqn}: {gap[0]} is on no rank at {config}")
+
+
+_disjoint = lru_cache(maxsize=4096)(disjoint)  # a model has few distinct ones
 
 
 def _covered(fqn: str, needed: Boxes, holders: Holders) -> bool:

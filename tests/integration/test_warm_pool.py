@@ -96,6 +96,7 @@ def test_wildcard_and_ipv6_stores(driver: Any, tmp_path: Path, env: dict[str, st
     (tmp_path / "ddp.py").write_text(DDP)
     for host, reach in (("", "127.0.0.1"), ("::1", "::1")):
         port = driver.do(driver.pool.listen(host))
+        driver.do(driver.pool.sweep())  # of the round before: it spares the next one's socket
         envs = [{**each, "MASTER_ADDR": reach} for each in rank_envs(env, 2, port)]
         outcomes = driver.run(Command("script", ("ddp.py",), str(tmp_path)), envs, host_store=True)
         assert [(outcome.code, outcome.err) for outcome in outcomes] == [(0, ""), (0, "")]
