@@ -58,7 +58,8 @@ class Node:
         watching = asyncio.ensure_future(self._keep_alive(host, died))
         store = StoreClient(str(self.node_dir / "store.sock"))
         view = ViewClient(str(self.node_dir / "view.sock"))
-        links, desk, logs = Links(self.node, self.token), Desk(), WorkerLogs(self.output)
+        links, desk = Links(self.node, self.token), Desk()
+        logs = WorkerLogs(self.output, alias=f"{spec.run_id}_{self.node}")
         meeting = await find_meeting(spec.meeting, spec.local_addr, self.processes, self.node_dir)
         coordination = EtcdV2([meeting.endpoint])
         try:
