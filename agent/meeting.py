@@ -7,6 +7,7 @@ import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from tenplexrun.agent.embedded import EmbeddedEtcd, reachable
 from tenplexrun.agent.processes import Processes
@@ -35,6 +36,20 @@ def own_host(endpoint: str | None, local_addr: str | None) -> str:
         raise CoordinationError(f"no route to the rendezvous endpoint {endpoint}: {error}") from None
 
 
+class Wanted(Protocol):
+    """What the command line says of it."""
+
+    @property
+    def endpoint(self) -> str | None: ...
+    @property
+    def hosted(self) -> bool:
+        """A node of the job hosts the etcd, else one runs there already."""
+
+    @property
+    def is_host(self) -> bool | None:
+        """Whether it is this one. None: it is if the endpoint's address is its own."""
+
+
 @dataclass(frozen=True, slots=True)
 class Meeting:
     """Address of the run's etcd, and whether this node hosts it: then it has to be the last to leave."""
@@ -44,7 +59,7 @@ class Meeting:
 
 
 async def find_meeting(
-    backend: str, endpoint: str | None, local_addr: str | None, processes: Processes, node_dir: Path
+    wanted: Wanted, local_addr: str | None, processes: Processes, node_dir: Path
 ) -> Meeting:
     """A living etcd for the run. Starts one where the endpoint is this node's, or none is named.
 
@@ -54,15 +69,16 @@ async def find_meeting(
     async def host(address: str, port: int) -> Meeting:
         return Meeting((await EmbeddedEtcd.start(processes, node_dir, address, port)).endpoint, hosted=True)
 
+    endpoint = wanted.endpoint
     if endpoint is None:
         return await host(local_addr or LOOPBACK, 0)
     name, port = split_host_port(endpoint)
-    embedded = not backend.startswith("etcd")
+    embedded = wanted.hosted and wanted.is_host is not False
     if embedded and port == 0:
         return await host(name, 0)
-    deadline = time.monotonic() + (HOST_TIMEOUT_S if embedded else ETCD_TIMEOUT_S)
+    deadline = time.monotonic() + (HOST_TIMEOUT_S if wanted.hosted else ETCD_TIMEOUT_S)
     while not await reachable(endpoint):
-        if embedded and _is_own(name, local_addr):
+        if embedded and (wanted.is_host or _is_own(name, local_addr)):
             try:
                 return await host(name, port)
             except ProcessError:

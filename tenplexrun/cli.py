@@ -99,13 +99,13 @@ class _Node:
         died: asyncio.Queue[Verdict] = asyncio.Queue()
         command = Command(KINDS[spec.entry], spec.command, os.getcwd())  # type: ignore[arg-type]
         pool = Pool(self.processes, command)
-        host = own_host(spec.endpoint, spec.local_addr)
+        host = own_host(spec.meeting.endpoint, spec.local_addr)
         await asyncio.gather(pool.start(), self._start_store(host), self._start_view())
         watching = asyncio.ensure_future(self._keep_alive(host, died))
         store = StoreClient(str(self.node_dir / "store.sock"))
         view = ViewClient(str(self.node_dir / "view.sock"))
         links, desk, logs = Links(self.node, self.token), Desk(), WorkerLogs(spec.log_dir)
-        meeting = await find_meeting(spec.backend, spec.endpoint, spec.local_addr, self.processes, self.node_dir)
+        meeting = await find_meeting(spec.meeting, spec.local_addr, self.processes, self.node_dir)
         coordination = EtcdV2([meeting.endpoint])
         try:
             store_address = channel.join_host_port(host, await store.hello())
@@ -117,7 +117,7 @@ class _Node:
                 "started", pid=os.getpid(), endpoint=meeting.endpoint, view=shown["mode"], dir=str(self.node_dir)
             )
             await desk.start(f"unix:{self.node_dir / 'agent.sock'}")
-            member = Member(self.node, host, await links.start(host), store_address, spec.num_workers, spec.node_rank)
+            member = Member(self.node, host, await links.start(host), store_address, spec.num_workers, spec.node_rank, spec.role)
             services = NodeServices(
                 host=host,
                 facts=self._facts(store_address),
@@ -161,7 +161,8 @@ class _Node:
         spec = self.spec
         return NodeFacts(
             run_id=spec.run_id,
-            role=spec.role,
+            virtual_local_rank=spec.virtual_local_rank,
+            signals=",".join(signum.name for signum in spec.signals),
             max_restarts=spec.max_restarts,
             snapshot_every=spec.snapshot_every,
             grace_s=spec.timeouts.grace_s,

@@ -35,6 +35,7 @@ class Member:
     store: str
     num_workers: int
     node_rank: int | None = None
+    role: str = "default"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,7 @@ class Participant:
     first_rank: int
     num_workers: int
     store: str
+    role: str = "default"
 
     @property
     def ranks(self) -> range:
