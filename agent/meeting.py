@@ -58,9 +58,7 @@ class Meeting:
     hosted: bool
 
 
-async def find_meeting(
-    wanted: Wanted, local_addr: str | None, processes: Processes, node_dir: Path
-) -> Meeting:
+async def find_meeting(wanted: Wanted, local_addr: str | None, processes: Processes, node_dir: Path) -> Meeting:
     """A living etcd for the run. Starts one where the endpoint is this node's, or none is named.
 
     Raises CoordinationError when nothing answers there in time.

@@ -8,11 +8,10 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from string import Template
 
 from tenplexrun import devices, rdzv
 from tenplexrun.core.forming import impossible
-from tenplexrun.core.output import STDERR, STDOUT, Output, Streams
+from tenplexrun.core.output import PREFIX, STDERR, STDOUT, Output, Streams
 from tenplexrun.core.parallel import ParallelConfig
 from tenplexrun.errors import UsageError
 from tenplexrun.flags import parser
@@ -191,14 +190,8 @@ def _output(args: argparse.Namespace, environ: Mapping[str, str]) -> Output:
         tee=streams["tee"],
         shown=frozenset(map(int, words)) if words else None,
         filters={STDOUT: args.duplicate_stdout_filters, STDERR: args.duplicate_stderr_filters},
-        prefix=Output.prefix if template is None else _prefix(template),
+        prefix=PREFIX if template is None else template,
     )
-
-
-def _prefix(template: str) -> str:
-    """torchrun's `string.Template` of role_name, rank and local_rank as a format of the same names."""
-    names = {name: f"{{{name}}}" for name in ("role_name", "rank", "local_rank")}
-    return Template(template.replace("{", "{{").replace("}", "}}").replace("${{", "${")).safe_substitute(names)
 
 
 def _data(args: argparse.Namespace) -> DataSpec | None:

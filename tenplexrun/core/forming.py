@@ -31,7 +31,7 @@ class Selection:
 
 
 def in_rank_order(members: Iterable[Member], before: Sequence[str], seen: Mapping[str, float]) -> list[Member]:
-    """`--node-rank` first (not given: 0, after those who gave it), then the order of the round before, then of arrival."""
+    """`--node-rank` first (0 if not given, behind those who gave it), then the round before, then order of arrival."""
     place = {node: index for index, node in enumerate(before)}
     far = len(place)
 

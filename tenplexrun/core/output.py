@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 STDOUT, STDERR = 1, 2
+PREFIX = "[${rank}]: "
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ class Output:
     """What becomes of the workers' output. With a `log_dir` every stream has a file there, whatever is shown.
 
     `shown`: local ranks on the terminal, None for all. `filters`: words by stream; a line with one of them also goes
-    to a file that all ranks of the node share. `prefix`: format of `rank`, `local_rank`, `role_name`.
+    to a file that all ranks of the node share. `prefix`: `string.Template` of rank, local_rank and role_name.
     """
 
     log_dir: str | None = None
@@ -47,7 +48,7 @@ class Output:
     tee: Streams = Streams()
     shown: frozenset[int] | None = None
     filters: Mapping[int, tuple[str, ...]] | None = None
-    prefix: str = "[{rank}]: "
+    prefix: str = PREFIX
 
     @property
     def needs_files(self) -> bool:
