@@ -165,7 +165,7 @@ def test_nothing_is_lost_of_many_lines(tmp_path: Path) -> None:
 
     lines = shown(test, tmp_path)[0].splitlines()
     for rank in range(4):
-        mine = [line for line in lines if line.startswith(f"[${rank}]: ")]
+        mine = [line for line in lines if line.startswith(f"[{rank}]: ")]
         assert mine == [f"[{rank}]: {rank} says {number}" for number in range(count)]
     assert len(lines) == 4 * count
 
