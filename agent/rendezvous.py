@@ -27,6 +27,12 @@ def current_key(run_id: str) -> str:
     return f"{run_folder(run_id)}/current"
 
 
+async def run_ids(coordination: Coordination) -> list[str]:
+    """Names of all runs that there are records of."""
+    keys = await coordination.list("runs")
+    return sorted(key.split("/")[1] for key in keys if key.endswith("/current"))
+
+
 async def current_epoch(coordination: Coordination, run_id: str) -> str | None:
     """Folder of the epoch that is open now: members live in it, and its last round has not ended."""
     current = await coordination.get(current_key(run_id))
