@@ -15,8 +15,10 @@ from typing import Any
 
 from tenplexrun.agent.decider import Decider
 from tenplexrun.agent.desk import Desk
+from tenplexrun.agent.links import is_gone
 from tenplexrun.agent.rendezvous import join_run, leave_run
 from tenplexrun.agent.session import NodeServices, Session
+from tenplexrun.agent.signals import Signals
 from tenplexrun.core import lifecycle as lc
 from tenplexrun.core import rounds
 from tenplexrun.core.lifecycle import Lifecycle
@@ -30,6 +32,7 @@ PERSIST_S = 60.0
 RETRY_S = 0.3
 LEAVE_TIMEOUT_S = 40.0
 PING_S = 2.0
+ENDING_THE_JOB = (signal.SIGINT, signal.SIGQUIT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +56,10 @@ class Agent:
         services: NodeServices,
         desk: Desk,
         died: asyncio.Queue[Verdict],
+        signals: Signals,
     ) -> None:
         self._launch, self._coordination, self._services, self._desk = launch, coordination, services, desk
-        self._died = died
+        self._died, self._signals = died, signals
         self.on_joined: Callable[[str], None] = lambda key: None
         self._member = launch.member
         self._machine = Lifecycle(self._member.node)
@@ -67,18 +71,15 @@ class Agent:
         self._verdict: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._membership: list[asyncio.Task[Any]] = []
-        self._signals = 0
         services.links.bind(self._on_commit, self._on_lost)
 
     # --- life -----------------------------------------------------------------------------------------------------
 
     async def run(self) -> Verdict:
         """Join, serve rounds until the job ends or this node leaves, and leave cleanly."""
-        loop = asyncio.get_running_loop()
-        for signum in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(signum, self._on_signal, signum)
+        self._signals.bind(self._on_signal, self._pass_on)
         try:
-            await self._join()
+            await self._unless_ended(self._join())
             for work in (
                 self._follow_exits(),
                 self._follow_deaths(),
@@ -91,10 +92,19 @@ class Agent:
         finally:
             await self._close()
 
+    async def _unless_ended(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do it, but no longer than until the verdict."""
+        task = asyncio.ensure_future(work)
+        await asyncio.wait({task, self._verdict}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
     async def _join(self) -> None:
         """Become a member, as a new node each time."""
         self._folder, self._lease = await join_run(
-            self._coordination, self._launch.run_id, self._member, self._launch.lease_s
+            self._coordination, self._launch.run_id, self._member, self._launch.lease_s, is_gone
         )
         self.on_joined(self._lease.key)
         events, member = self._services.events, self._member
@@ -117,7 +127,7 @@ class Agent:
         for task in self._membership:
             task.cancel()
         if self._session is not None:
-            await self._session.stop("kill")
+            await self._session.stop(lc.StopWorkers(self._session.round.number, "kill"))
             self._session = self._desk.session = None
         self._member = replace(self._member, node=uuid.uuid4().hex[:8])
         self._machine = Lifecycle(self._member.node)
@@ -132,7 +142,7 @@ class Agent:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._session is not None:
-            await self._session.stop("kill")
+            await self._session.stop(lc.StopWorkers(self._session.round.number, "kill"))
         if self._lease is not None:
             with contextlib.suppress(TenplexError, asyncio.TimeoutError):
                 await asyncio.wait_for(self._leave(self._lease), LEAVE_TIMEOUT_S)
@@ -140,7 +150,7 @@ class Agent:
     async def _leave(self, lease: Lease) -> None:
         """End the membership. Who hosts the store stays until the others have seen the end."""
         others = await leave_run(self._coordination, self._folder, lease)
-        while self._launch.hosts_store and others and self._verdict.done():
+        while self._launch.hosts_store and others and self._verdict.done() and not self._signals.urgent:
             await asyncio.sleep(RETRY_S)
             others = bool(await self._coordination.list(f"{self._folder}/members"))
 
@@ -197,25 +207,31 @@ class Agent:
             with contextlib.suppress(CompareFailedError):
                 await self._coordination.delete(key, held.token)
 
-    def _on_signal(self, signum: int) -> None:
-        self._signals += 1
-        name, code = signal.Signals(signum).name, 128 + signum
-        if self._signals > 1 or self._machine.round is None:
-            self._finish(Verdict(code, f"ended by {name}"))
+    def _on_signal(self, signum: signal.Signals) -> None:
+        code = 128 + signum
+        if self._signals.urgent or self._machine.round is None:
+            self._finish(Verdict(code, f"ended by {signum.name}"))
             return
-        self._services.events.say(f"{name}: " + ("the job ends" if signum == signal.SIGINT else "this node leaves"))
-        if signum == signal.SIGINT:
-            request = Request(uuid.uuid4().hex[:8], "end", code=code, detail=f"ended by {name} on {self._member.node}")
+        ends = signum in ENDING_THE_JOB
+        self._services.events.say(f"{signum.name}: " + ("the job ends" if ends else "this node leaves"))
+        node = self._member.node
+        if ends:
+            detail = f"ended by {signum.name} on {node}"
+            request = Request(uuid.uuid4().hex[:8], "end", code=code, detail=detail, signum=signum)
         else:
             self._machine.draining = True
-            request = Request(self._member.node, "drain", node=self._member.node, code=code, detail=name)
+            request = Request(node, "drain", node=node, code=code, detail=signum.name, signum=signum)
             if self._machine.live is None:
-                self._finish(Verdict(code, f"left by {name}"))
+                self._finish(Verdict(code, f"left by {signum.name}"))
                 return
         document = json.dumps(rounds.to_json(request))
         self._spawn(
             self._persistently(lambda: self._coordination.put(f"{self._folder}/requests/{request.id}", document))
         )
+
+    def _pass_on(self, signum: signal.Signals) -> None:
+        told, all_ = self._session.pass_on(signum) if self._session is not None else (0, 0)
+        self._services.events.say(f"{signum.name}: passed on to the {told} of {all_} workers here that handle it")
 
     # --- the one queue --------------------------------------------------------------------------------------------
 
@@ -270,12 +286,21 @@ class Agent:
         session, began = self._session, time.time()
         assert session is not None
         started = session.hold(None)
-        await session.stop(action.how)
+        await session.stop(action)
         seconds = time.time() - began
         self._services.events.emit("stopped", round=action.round, how=action.how, seconds=seconds, started=started)
         if self._session is session:
+            self._tell_victims(session)
             self._session = self._desk.session = None
         await self._queue.put(lc.Stopped(action.round))
+
+    def _tell_victims(self, session: Session) -> None:
+        round_ = self._machine.round
+        failure = None if round_ is None else round_.verdict.failure if round_.verdict else round_.first_failure
+        if failure is not None and round_ is not None and (round_.verdict or round_.cause.kind == "worker_failed"):
+            found = session.victims(failure)
+            if found:
+                self._services.events.say(f"rank {failure.rank} failed first; its victims here: {found}")
 
     async def _gather(self, action: lc.Gather) -> None:
         holdings = [Holding.from_json(record) for record in await self._services.store.inventory()]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from tenplexrun.core.parallel import AXES
 from tenplexrun.core.rounds import Round
+from tenplexrun.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +15,8 @@ class NodeFacts:
     """What is the same for all workers of a node in all rounds."""
 
     run_id: str
-    role: str
+    virtual_local_rank: bool
+    signals: str
     max_restarts: int
     snapshot_every: int
     grace_s: float
@@ -25,11 +27,16 @@ class NodeFacts:
 
 
 def worker_env(base: Mapping[str, str], round_: Round, node: str, local_rank: int, facts: NodeFacts) -> dict[str, str]:
-    """All variables of one worker. Names as torchrun 2.13 sets them, then `TENPLEX_*`."""
+    """All variables of one worker. Names as torchrun 2.13 sets them, then `TENPLEX_*`.
+
+    Raises UsageError when --virtual-local-rank meets fewer visible devices than workers.
+    """
     index = round_.nodes.index(node)
     mine = round_.participants[index]
     rank, world = mine.first_rank + local_rank, round_.parallel.world_size
     assert round_.master is not None
+    role = mine.role
+    before = [p.num_workers for p in round_.participants[:index] if p.role == role]
     env = dict(base)
     env.update(
         RANK=str(rank),
@@ -38,16 +45,18 @@ def worker_env(base: Mapping[str, str], round_: Round, node: str, local_rank: in
         LOCAL_WORLD_SIZE=str(mine.num_workers),
         GROUP_RANK=str(index),
         GROUP_WORLD_SIZE=str(len(round_.participants)),
-        ROLE_NAME=facts.role,
-        ROLE_RANK=str(rank),
-        ROLE_WORLD_SIZE=str(world),
+        ROLE_NAME=role,
+        ROLE_RANK=str(sum(before) + local_rank),
+        ROLE_WORLD_SIZE=str(sum(p.num_workers for p in round_.participants if p.role == role)),
         MASTER_ADDR=round_.master[0],
         MASTER_PORT=str(round_.master[1]),
         TORCHELASTIC_RESTART_COUNT=str(round_.failures),
         TORCHELASTIC_MAX_RESTARTS=str(facts.max_restarts),
         TORCHELASTIC_RUN_ID=facts.run_id,
         TORCHELASTIC_USE_AGENT_STORE="True",
+        TORCHELASTIC_SIGNALS_TO_HANDLE=facts.signals,
         TENPLEX_RUN_ID=facts.run_id,
+        TENPLEX_LOCAL_RANK=str(local_rank),
         TENPLEX_ROUND=str(round_.number),
         TENPLEX_STORE=facts.store,
         TENPLEX_TOKEN_FILE=facts.token_file,
@@ -63,6 +72,20 @@ def worker_env(base: Mapping[str, str], round_: Round, node: str, local_rank: in
         env[f"TENPLEX_{axis.upper()}"] = str(round_.parallel.size(axis))
         env[f"TENPLEX_{axis.upper()}_RANK"] = str(coord[axis])
     env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    if facts.virtual_local_rank:
+        env.update(LOCAL_RANK="0", CUDA_VISIBLE_DEVICES=_only_device(base.get("CUDA_VISIBLE_DEVICES"), local_rank))
     if mine.num_workers > 1:
         env.setdefault("OMP_NUM_THREADS", "1")
     return env
+
+
+def _only_device(visible: str | None, local_rank: int) -> str:
+    if visible is None:
+        return str(local_rank)
+    devices = visible.split(",")
+    if local_rank >= len(devices):
+        raise UsageError(
+            f"--virtual-local-rank: local rank {local_rank} has no device in CUDA_VISIBLE_DEVICES={visible}; show as "
+            f"many devices as --nproc-per-node asks for"
+        )
+    return devices[local_rank].strip()

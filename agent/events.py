@@ -10,19 +10,22 @@ from typing import Any
 
 
 class EventLog:
-    """Writes events of one node: `{"t": Unix seconds, "node", "event", ...}`, one a line; none without a path."""
+    """Writes events of one node: `{"t": Unix seconds, "node", "event", ...}`, one a line, to `path`, and if
+    asked to stderr."""
 
-    def __init__(self, node: str, path: Path | None) -> None:
-        self.node = node
+    def __init__(self, node: str, path: Path | None, on_stderr: bool = False) -> None:
+        self.node, self._on_stderr = node, on_stderr
         self._file = None
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("a", buffering=1, encoding="utf-8")
 
     def emit(self, event: str, /, **fields: Any) -> None:
-        if self._file is not None:
-            record = {"t": time.time(), "node": self.node, "event": event, **fields}
-            self._file.write(json.dumps(record, separators=(",", ":")) + "\n")
+        if self._file is None and not self._on_stderr:
+            return
+        line = json.dumps({"t": time.time(), "node": self.node, "event": event, **fields}, separators=(",", ":")) + "\n"
+        for file in filter(None, (self._file, sys.stderr if self._on_stderr else None)):
+            file.write(line)
 
     def say(self, sentence: str) -> None:
         """One line for the person at the terminal, with a stamp in milliseconds."""

@@ -19,6 +19,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from string import Template
+
+from tenplexrun.core.output import STDERR, STDOUT, Output
 
 CHUNK_BYTES = 1 << 18
 MAX_LINE_BYTES = 1 << 20
@@ -33,32 +36,52 @@ KEPT_ROUNDS = 2
 class WorkerLogs:
     """All output of this node's workers. Construct it in the event loop; `close` writes out what is left.
 
-    `prefix` is a format of `rank`: "[{rank}]: ", torchrun's "[default{rank}]:", or "".
+    `output` says what is shown and kept, `fds` are the terminal's stdout and stderr.
     """
 
-    def __init__(self, log_dir: str | Path | None = None, prefix: str = "[{rank}]: ", fds: tuple[int, int] = (1, 2)):
-        self._log_dir, self._prefix, self._fds = log_dir, prefix, fds
+    def __init__(self, output: Output | None = None, fds: tuple[int, int] = (1, 2)):
+        self._output, self._fds = output or Output(), fds
         self._writer = _Writer(self._resume)
         self._streams: dict[tuple[int, int], tuple[_Stream, _Stream]] = {}  # stdout, stderr by (round, rank)
 
-    def open(self, round_number: int, rank: int) -> tuple[int, int]:
+    def open(
+        self, round_number: int, rank: int, local_rank: int | None = None, role: str = "default"
+    ) -> tuple[int, int]:
         """Descriptors of pipes for a new worker's stdout and stderr. The caller closes them after the fork.
 
         Raises OSError when the log files cannot be made.
         """
         for key in [key for key in self._streams if key[0] <= round_number - KEPT_ROUNDS]:
             del self._streams[key]
-        prefix = self._prefix.format(rank=rank).encode()
+        local_rank = rank if local_rank is None else local_rank
+        names = {"rank": rank, "local_rank": local_rank, "role_name": role}
+        prefix = Template(self._output.prefix).safe_substitute(names).encode()
+        folder = self.folder(round_number, rank)
         write_ends, streams = [], []
-        for name, fd in zip(("stdout", "stderr"), self._fds, strict=True):
+        for bit, name, fd in zip((STDOUT, STDERR), ("stdout", "stderr"), self._fds, strict=True):
             read_end, write_end = os.pipe()
             os.set_blocking(read_end, False)
-            stream = _Stream(read_end, prefix, fd, self._open_file(round_number, rank, name), self._writer)
+            shown = fd if self._output.on_terminal(local_rank, bit) else None
+            words = tuple(word.encode() for word in self._output.words(bit))
+            stream = _Stream(
+                read_end,
+                prefix,
+                shown,
+                _open_file(folder and folder / f"{name}.log"),
+                self._writer,
+                words,
+                _open_file(folder and folder.parent / f"filtered_{name}.log") if words else None,
+            )
             stream.resume()
             write_ends.append(write_end)
             streams.append(stream)
         self._streams[round_number, rank] = streams[0], streams[1]
         return write_ends[0], write_ends[1]
+
+    def folder(self, round_number: int, rank: int) -> Path | None:
+        """Where the files of a worker are; None without a log folder."""
+        log_dir = self._output.log_dir
+        return None if log_dir is None else Path(log_dir, f"round_{round_number}", f"rank_{rank}")
 
     def tail(self, round_number: int, rank: int) -> list[str]:
         """The last lines of a worker's stderr, also those that a dead worker has left in the pipe."""
@@ -88,28 +111,31 @@ class WorkerLogs:
             await self.close_round(round_number)
         await self._writer.close()
 
-    def _open_file(self, round_number: int, rank: int, name: str) -> int | None:
-        if self._log_dir is None:
-            return None
-        directory = Path(self._log_dir) / f"round_{round_number}" / f"rank_{rank}"
-        directory.mkdir(parents=True, exist_ok=True)
-        return os.open(directory / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-
     def _resume(self) -> None:
         for pair in self._streams.values():
             for stream in pair:
                 stream.resume()
 
 
+def _open_file(path: Path | None) -> int | None:
+    if path is None:
+        return None
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+
+
 @dataclass(slots=True, eq=False)
 class _Stream:
-    """One pipe. `fd` is where its lines are shown, `file` the descriptor of its log file."""
+    """One pipe. `fd` is where its lines are shown, `file` the descriptor of its log file, `filtered` that of the file
+    for lines with one of `words`."""
 
     pipe: int
     prefix: bytes
-    fd: int
+    fd: int | None
     file: int | None
     writer: _Writer
+    words: tuple[bytes, ...] = ()
+    filtered: int | None = None
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     partial: bytes = b""
     drawn: bytes | None = None  # the state of an unfinished line that has been shown
@@ -141,8 +167,8 @@ class _Stream:
         if self.partial:
             self._show([self.partial])
             self.partial = b""
-        if self.file is not None:
-            self.writer.close_file(self.file)
+        for file in filter(None, (self.file, self.filtered)):
+            self.writer.close_file(file)
 
     def _readable(self) -> None:
         self._read()
@@ -178,7 +204,7 @@ class _Stream:
         self.timer = None
         state = _shown(self.partial)
         if b"\r" in self.partial and state and state != self.drawn:
-            self.writer.write(self.fd, self.prefix + state + b"\n")
+            self._write(self.fd, [state])
             self.drawn = state
 
     def _show(self, lines: list[bytes]) -> None:
@@ -187,8 +213,13 @@ class _Stream:
         if shown[0] == self.drawn:
             del shown[0]
         self.drawn = None
-        if shown:
-            self.writer.write(self.fd, self.prefix + (b"\n" + self.prefix).join(shown) + b"\n")
+        self._write(self.fd, shown)
+        if self.words:
+            self._write(self.filtered, [line for line in shown if any(word in line for word in self.words)])
+
+    def _write(self, fd: int | None, lines: list[bytes]) -> None:
+        if lines and fd is not None:
+            self.writer.write(fd, self.prefix + (b"\n" + self.prefix).join(lines) + b"\n")
 
 
 def _shown(line: bytes) -> bytes:

@@ -10,27 +10,27 @@ import contextlib
 import json
 import mmap
 import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from tenplexrun.agent import error_file
 from tenplexrun.agent.environment import NodeFacts, worker_env
 from tenplexrun.agent.events import EventLog
 from tenplexrun.agent.links import Links
 from tenplexrun.agent.logs import WorkerLogs
 from tenplexrun.agent.transformer import Restored, Transformer
+from tenplexrun.agent.workers import End, Workers, victims
 from tenplexrun.core.control import NONE, ControlPage, num_bytes
-from tenplexrun.core.lifecycle import Event, WorkersEnded
+from tenplexrun.core.lifecycle import Event, StopWorkers, WorkersEnded
 from tenplexrun.core.rounds import Failure, Round
 from tenplexrun.errors import LayoutError, ProcessError, TenplexError
 from tenplexrun.ports import StoreClient, ViewClient, WorkerExit, WorkerPool, WorkerSpec
 
 POLL_S = 0.002
-KILL_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +58,7 @@ class Session:
         self.round, self._node, self._mine, self._services, self._put = round_, node, mine, services, put
         self._page = _new_page(services.control, round_.number, mine.num_workers)
         self._fence = threading.Lock()
-        self._workers: dict[int, int] = {}  # local rank by pid, of the living
-        self._all_gone = asyncio.Event()
+        self._workers = Workers(services.pool, services.control, services.facts.grace_s, services.events)
         self._stopping = False
         self._failed = False
         self._slots: asyncio.Future[dict[str, Any]] | None = None
@@ -88,9 +87,11 @@ class Session:
             specs = []
             for local_rank in range(self._mine.num_workers):
                 env = worker_env(base, self.round, self._node, local_rank, services.facts)
+                env["TORCHELASTIC_ERROR_FILE"] = error_file.make(self._error_path(local_rank))
                 if data_dirs:
                     env["TENPLEX_DATA_DIR"] = data_dirs[self._coord(local_rank)["dp"]]
-                out, err = services.logs.open(number, self._mine.first_rank + local_rank)
+                rank = self._mine.first_rank + local_rank
+                out, err = services.logs.open(number, rank, local_rank, self._mine.role)
                 specs.append(WorkerSpec(local_rank, env, out, err))
             started = time.time()
             try:
@@ -99,7 +100,7 @@ class Session:
                 for spec in specs:
                     os.close(spec.stdout_fd)
                     os.close(spec.stderr_fd)
-            self._workers.update(zip(pids, range(len(pids)), strict=True))
+            self._workers.started(pids)
             services.events.emit("spawned", round=number, began=started, seconds=time.time() - started, pids=pids)
         except TenplexError as error:
             self._fail_here("start of the workers", error)
@@ -200,22 +201,12 @@ class Session:
         while not (self._page.all_parked(hold) and self._sealed_step >= hold):
             await asyncio.sleep(POLL_S)
 
-    async def stop(self, how: Literal["leave", "kill", "terminate"]) -> None:
-        """End all workers: `leave` and `terminate` give them their grace. Returns when none lives."""
+    async def stop(self, order: StopWorkers) -> None:
+        """End all workers. Returns when none lives."""
         self._stopping = True
         for task in filter(None, [self._starting, self._restored]):
             task.cancel()
-        if how == "leave":
-            self._page.leave = True
-        else:
-            self._signal(signal.SIGKILL if how == "kill" else signal.SIGTERM)
-        if self._workers and how != "kill":
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._all_gone.wait(), self._services.facts.grace_s)
-        if self._workers:
-            self._signal(signal.SIGKILL)
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._all_gone.wait(), KILL_TIMEOUT_S)
+        await self._workers.stop(order, self._leave)
         if self._seal is not None:
             await asyncio.wait([self._seal])  # what was written whole must be in the inventory
         await self._services.pool.sweep()
@@ -223,21 +214,25 @@ class Session:
         with contextlib.suppress(TenplexError):
             await self._services.view.drop(self.round.number)
 
+    def pass_on(self, signum: int) -> tuple[int, int]:
+        """A signal for the script: to how many workers it went, and how many there are."""
+        return self._workers.pass_on(signum)
+
+    def victims(self, failure: Failure) -> str:
+        """Who else ended badly here."""
+        return victims(self._workers.ends, self._mine.first_rank, failure, self._node)
+
+    def _leave(self) -> None:
+        self._page.leave = True
+
     # --- exits ----------------------------------------------------------------------------------------------------
 
     def on_exit(self, exit_: WorkerExit) -> None:
-        local_rank = self._workers.pop(exit_.pid, None)
-        if local_rank is None:
+        end = self._workers.ended(exit_)
+        if end is None or self._stopping or self._failed:
             return
-        if not self._workers:
-            self._all_gone.set()
-        if self._stopping or self._failed:
-            return
-        rank = self._mine.first_rank + local_rank
         if exit_.code != 0:
-            lines = self._services.logs.tail(self.round.number, rank)
-            host = self._services.host
-            self._fail(Failure(self._node, host, rank, local_rank, exit_.pid, exit_.code, exit_.at, tuple(lines)))
+            self._fail(self._failure(end))
         elif not self._workers:
             self._put(WorkersEnded(self.round.number, None, self._newest_commit()))
 
@@ -247,6 +242,18 @@ class Session:
         rank, code = self._mine.first_rank, error.exit_code
         self._fail(Failure(self._node, self._services.host, rank, 0, 0, code, time.time(), lines))
 
+    def _failure(self, end: End) -> Failure:
+        rank, exit_ = self._mine.first_rank + end.local_rank, end.exit
+        place = (self._node, self._services.host, rank, end.local_rank, exit_.pid, exit_.code, exit_.at)
+        lines = tuple(self._services.logs.tail(self.round.number, rank))
+        error = error_file.read(self._error_path(end.local_rank))
+        return Failure(*place, stderr=lines, error=error, age_s=time.time() - exit_.at)
+
+    def _error_path(self, local_rank: int) -> Path:
+        rank = self._mine.first_rank + local_rank
+        folder = self._services.logs.folder(self.round.number, rank)
+        return (folder or self._services.control.parent / "errors" / f"{self.round.number}-{rank}") / "error.json"
+
     def _fail(self, failure: Failure) -> None:
         self._failed = True
         self._services.events.emit("worker_failed", round=self.round.number, at=failure.at, rank=failure.rank)
@@ -254,10 +261,6 @@ class Session:
 
     def _newest_commit(self) -> int | None:
         return None if self._page.committed == NONE else self._page.committed
-
-    def _signal(self, signum: signal.Signals) -> None:
-        for pid in self._workers:
-            self._services.pool.signal(pid, signum)
 
     def _coord(self, local_rank: int) -> dict[str, int]:
         return self.round.parallel.coord(self._mine.first_rank + local_rank)

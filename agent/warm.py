@@ -29,6 +29,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 
+from tenplexrun.agent import probe
 from tenplexrun.agent.guardian import (
     Record,
     become_subreaper,
@@ -187,6 +188,8 @@ def work(record: Record, fds: Sequence[int]) -> None:
         os.chdir(command.cwd)
     except OSError as error:
         sys.exit(f"tenplexrun: cannot change to the directory {command.cwd!r}: {error.strerror}")
+    if command.kind != "program" and "TENPLEX_CONTROL" in os.environ:
+        probe.prepare(os.environ["TENPLEX_CONTROL"], os.getpid())
     multiprocessing.process.ORIGINAL_DIR = command.cwd  # type: ignore[attr-defined]
     # Global generators would be the same in every fork; fresh ones never are. (`random` sees to itself.)
     if "numpy" in sys.modules:

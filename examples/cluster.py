@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tenplexrun.channel import join_host_port
 from tenplexrun.ctl import read_events
 
 BIN = Path(sys.executable).parent
@@ -50,8 +51,7 @@ class Cluster:
         """Start a node. The first one hosts the etcd, and the others meet there."""
         argv = [str(BIN / "tenplexrun"), f"--rdzv-id={self.run_id}", f"--local-addr={address}"]
         argv += [f"--events={self.out / f'events-{name}.jsonl'}", *flags]
-        if self.endpoint:
-            argv.append(f"--rdzv-endpoint={self.endpoint}")
+        argv += ["--rdzv-backend=c10d", f"--rdzv-endpoint={self.endpoint or join_host_port(address, 0)}"]
         with (self.out / f"{name}.log").open("ab") as log:
             self.agents[name] = subprocess.Popen([*argv, *command], stdout=log, stderr=log, env=env)
         if not self.endpoint:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import sys
+import tempfile
 import uuid
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
 from tenplexrun import channel, formats
+from tenplexrun.agent import error_file
 from tenplexrun.agent.app import Agent, Launch
 from tenplexrun.agent.desk import Desk
 from tenplexrun.agent.environment import NodeFacts
@@ -27,10 +30,12 @@ from tenplexrun.agent.processes import Processes, module_command
 from tenplexrun.agent.rendezvous import launch_token, read_secret
 from tenplexrun.agent.script import Command
 from tenplexrun.agent.session import NodeServices
+from tenplexrun.agent.signals import Signals
 from tenplexrun.agent.sweep import make_node_dir, sweep
 from tenplexrun.assignment import least_cost
 from tenplexrun.config import JobSpec, parse
 from tenplexrun.core.membership import Settings
+from tenplexrun.core.output import Output
 from tenplexrun.core.rounds import Member, Verdict
 from tenplexrun.errors import ProcessError, TenplexError
 from tenplexrun.store.client import StoreClient
@@ -55,11 +60,13 @@ async def _run(spec: JobSpec) -> Verdict:
     secret = read_secret(Path(spec.secret_file))
     sweep()
     node = uuid.uuid4().hex[:8]
-    events = EventLog(node, _events_path(spec, node))
+    events = EventLog(node, _events_path(spec, node), spec.events_on_stderr)
+    output = _output(spec, events)
     node_dir = make_node_dir(node)
     processes = await Processes.start(node_dir)
     try:
-        verdict = await _Node(spec, node, node_dir, processes, events, launch_token(secret, spec.run_id)).run()
+        parts = _Node(spec, node, node_dir, processes, events, launch_token(secret, spec.run_id), output)
+        verdict = await _interruptible(parts)
         _tell(events, verdict)
         return verdict
     finally:
@@ -67,18 +74,47 @@ async def _run(spec: JobSpec) -> Verdict:
         events.close()
 
 
+async def _interruptible(node: _Node) -> Verdict:
+    """Run the node. A signal that comes before its agent is there to hear it ends the start."""
+    got: list[signal.Signals] = []
+
+    def on_signal(signum: signal.Signals) -> None:
+        got.append(signum)
+        running.cancel()
+
+    running = asyncio.ensure_future(node.run(Signals(node.spec.signals, on_signal)))
+    try:
+        return await running
+    except asyncio.CancelledError:
+        if not got:
+            raise
+        return Verdict(128 + got[0], f"ended by {got[0].name} before the job began here")
+
+
+def _output(spec: JobSpec, events: EventLog) -> Output:
+    """Files that are asked for without a folder get one, as torchrun makes one."""
+    output = spec.output
+    if output.log_dir is None and output.needs_files:
+        output = replace(output, log_dir=tempfile.mkdtemp(prefix="tenplexrun-logs-"))
+        events.say(f"output of the workers in {output.log_dir}; choose with --log-dir")
+    for note in spec.notes:
+        events.say(note)
+    return output
+
+
 def _events_path(spec: JobSpec, node: str) -> Path | None:
     if spec.events is not None:
         return Path(spec.events)
-    return None if spec.log_dir is None else Path(spec.log_dir) / f"events-{node}.jsonl"
+    return None if spec.output.log_dir is None else Path(spec.output.log_dir) / f"events-{node}.jsonl"
 
 
 def _tell(events: EventLog, verdict: Verdict) -> None:
     events.emit("verdict", code=verdict.code, message=verdict.message)
     events.say(f"ended with exit code {verdict.code}: {verdict.message}")
     if verdict.failure is not None:
-        for line in verdict.failure.stderr:
+        for line in error_file.describe(verdict.failure):
             print(f"    {line}", file=sys.stderr)
+        error_file.hand_on(verdict.failure, os.environ)
 
 
 @dataclass
@@ -91,33 +127,36 @@ class _Node:
     processes: Processes
     events: EventLog
     token: str
+    output: Output
 
-    async def run(self) -> Verdict:
+    async def run(self, signals: Signals) -> Verdict:
         spec = self.spec
         (self.node_dir / "token").touch(mode=0o600)
         (self.node_dir / "token").write_text(self.token)
         died: asyncio.Queue[Verdict] = asyncio.Queue()
         command = Command(KINDS[spec.entry], spec.command, os.getcwd())  # type: ignore[arg-type]
         pool = Pool(self.processes, command)
-        host = own_host(spec.endpoint, spec.local_addr)
+        host = own_host(spec.meeting.endpoint, spec.local_addr)
         await asyncio.gather(pool.start(), self._start_store(host), self._start_view())
         watching = asyncio.ensure_future(self._keep_alive(host, died))
         store = StoreClient(str(self.node_dir / "store.sock"))
         view = ViewClient(str(self.node_dir / "view.sock"))
-        links, desk, logs = Links(self.node, self.token), Desk(), WorkerLogs(spec.log_dir)
-        meeting = await find_meeting(spec.backend, spec.endpoint, spec.local_addr, self.processes, self.node_dir)
+        links, desk, logs = Links(self.node, self.token), Desk(), WorkerLogs(self.output)
+        meeting = await find_meeting(spec.meeting, spec.local_addr, self.processes, self.node_dir)
         coordination = EtcdV2([meeting.endpoint])
         try:
             store_address = channel.join_host_port(host, await store.hello())
             shown = await view.hello()
             self.events.say(
-                f"etcd at {meeting.endpoint}; data shown by {shown['mode']} ({shown['reason']}); {self._limits()}"
+                f"run {spec.run_id}, etcd at {meeting.endpoint}; data shown by {shown['mode']} ({shown['reason']}); "
+                f"{self._limits()}"
             )
             self.events.emit(
                 "started", pid=os.getpid(), endpoint=meeting.endpoint, view=shown["mode"], dir=str(self.node_dir)
             )
             await desk.start(f"unix:{self.node_dir / 'agent.sock'}")
-            member = Member(self.node, host, await links.start(host), store_address, spec.num_workers, spec.node_rank)
+            place = (spec.num_workers, spec.node_rank, spec.role)
+            member = Member(self.node, host, await links.start(host), store_address, *place)
             services = NodeServices(
                 host=host,
                 facts=self._facts(store_address),
@@ -132,7 +171,7 @@ class _Node:
             )
             await pool.ready()
             launch = Launch(spec.run_id, member, self._settings(), spec.timeouts.lease_s, meeting.hosted)
-            agent = Agent(launch, coordination, services, desk, died)
+            agent = Agent(launch, coordination, services, desk, died, signals)
             agent.on_joined = lambda key: self.processes.set_cleanup(coordination.delete_urls(key))
             return await agent.run()
         finally:
@@ -161,7 +200,8 @@ class _Node:
         spec = self.spec
         return NodeFacts(
             run_id=spec.run_id,
-            role=spec.role,
+            virtual_local_rank=spec.virtual_local_rank,
+            signals=",".join(signum.name for signum in spec.signals),
             max_restarts=spec.max_restarts,
             snapshot_every=spec.snapshot_every,
             grace_s=spec.timeouts.grace_s,

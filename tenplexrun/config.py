@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from tenplexrun import devices, rdzv
 from tenplexrun.core.forming import impossible
+from tenplexrun.core.output import PREFIX, STDERR, STDOUT, Output, Streams
 from tenplexrun.core.parallel import ParallelConfig
 from tenplexrun.errors import UsageError
 from tenplexrun.flags import parser
+from tenplexrun.rdzv import Meeting, Timeouts
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,27 +29,11 @@ class DataSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Timeouts:
-    """Seconds, in the order in which they may run out (checked): a lease, a stop, a rendezvous."""
-
-    lease_s: float = 5.0
-    join_window_s: float = 3.0
-    grace_s: float = 30.0
-    rendezvous_s: float = 600.0
-
-    def __post_init__(self) -> None:
-        if not 2 <= self.lease_s <= self.rendezvous_s:
-            raise UsageError(
-                f"lease of {self.lease_s:g} s and join_timeout of {self.rendezvous_s:g} s are in the wrong order; "
-                f"need 2 <= lease <= join_timeout (--rdzv-conf)"
-            )
-        if min(self.join_window_s, self.grace_s) < 0:
-            raise UsageError("last_call_timeout and --shutdown-timeout cannot be negative")
-
-
-@dataclass(frozen=True, slots=True)
 class JobSpec:
-    """What one agent was asked to run. `entry`: the command is a script path, a module, or an executable."""
+    """What one agent was asked to run. `entry`: the command is a script path, a module, or an executable.
+
+    `signals`: those that end this node's part. `notes`: what the person at the terminal should know.
+    """
 
     command: tuple[str, ...]
     entry: str
@@ -53,62 +42,98 @@ class JobSpec:
     num_workers: int
     sizes: ParallelConfig
     run_id: str
-    backend: str
-    endpoint: str | None
+    meeting: Meeting
     node_rank: int | None
     local_addr: str | None
     max_restarts: int
     role: str
+    virtual_local_rank: bool
+    signals: tuple[signal.Signals, ...]
     snapshot_every: int
     data: DataSpec | None
     view_mode: str
     secret_file: str
-    log_dir: str | None
+    output: Output
     events: str | None
+    events_on_stderr: bool
     timeouts: Timeouts
+    notes: tuple[str, ...]
 
 
 def parse(argv: Sequence[str], environ: Mapping[str, str]) -> JobSpec:
     """The job that a command line describes. Raises UsageError, one line, for whatever cannot be right."""
-    args = parser().parse_args(argv)
-    if args.script is None:
-        raise UsageError("no script given; usage: tenplexrun [flags] train.py [its flags]")
-    entry = "module" if args.module else "exec" if args.no_python else "path"
-    if entry == "path" and not os.path.isfile(args.script):
-        raise UsageError(f"there is no script {args.script!r} here; give a path, or -m for a module")
+    args = parser(environ).parse_args(argv)
+    _refuse(args)
+    command, entry = _command(args, environ)
     min_nodes, max_nodes = _nnodes("1:1" if args.standalone else args.nnodes)
     num_workers = _num_workers(args.nproc_per_node)
     sizes = _sizes(args)
     reason = impossible(sizes, num_workers, min_nodes, max_nodes)
     if reason is not None:
         raise UsageError(reason)
-    if args.max_restarts < 0:
-        raise UsageError("--max-restarts cannot be negative")
-    if args.snapshot_every < 1:
-        raise UsageError("--snapshot-every is a whole number of steps of at least 1")
-    backend, endpoint = _meeting(args)
+    conf = rdzv.read_conf(args.rdzv_conf)
+    meeting = rdzv.find_meeting(args, max_nodes, conf)
     return JobSpec(
-        command=(args.script, *args.script_args),
+        command=command,
         entry=entry,
         min_nodes=min_nodes,
         max_nodes=max_nodes,
         num_workers=num_workers,
         sizes=sizes,
-        run_id=_run_id(args.rdzv_id),
-        backend=backend,
-        endpoint=endpoint,
+        run_id=rdzv.run_id(args.rdzv_id, meeting),
+        meeting=meeting,
         node_rank=args.node_rank,
-        local_addr=args.local_addr,
+        local_addr=args.local_addr and args.local_addr.strip("[]"),
         max_restarts=args.max_restarts,
         role=args.role,
+        virtual_local_rank=args.virtual_local_rank,
+        signals=_signals(args.signals_to_handle),
         snapshot_every=args.snapshot_every,
         data=_data(args),
         view_mode=args.view,
         secret_file=args.secret_file or os.path.join(environ.get("HOME", "/"), ".tenplexrun", "secret"),
-        log_dir=args.log_dir,
+        output=_output(args, environ),
         events=args.events,
-        timeouts=_timeouts(args),
+        events_on_stderr=args.event_log_handler == "console",
+        timeouts=rdzv.timeouts(args, conf, environ),
+        notes=_notes(num_workers, conf, environ),
     )
+
+
+def _refuse(args: argparse.Namespace) -> None:
+    """What needs a plug-in or machinery that is not here: in one line, before anything starts."""
+    if args.numa_binding is not None:
+        raise UsageError("--numa-binding is not supported; bind with numactl or your scheduler")
+    if args.logs_specs is not None:
+        raise UsageError("--logs-specs: plug-ins of torchrun are not loaded; see --log-dir, --redirects and --tee")
+    if args.event_log_handler not in ("null", "console", "dynamic_rendezvous"):
+        raise UsageError(
+            f"--event-log-handler {args.event_log_handler!r}: handlers of plug-ins are not loaded; use null, console, "
+            f"or --events FILE"
+        )
+    if args.max_restarts < 0:
+        raise UsageError("--max-restarts cannot be negative")
+    if args.snapshot_every < 1:
+        raise UsageError("--snapshot-every is a whole number of steps of at least 1")
+
+
+def _command(args: argparse.Namespace, environ: Mapping[str, str]) -> tuple[tuple[str, ...], str]:
+    """argv and what kind of entry it is."""
+    if args.script is None:
+        raise UsageError("no script given; usage: tenplexrun [flags] train.py [its flags]")
+    command = (args.script, *args.script_args)
+    no_python = args.no_python and not args.run_path
+    module = args.module and not args.run_path
+    if no_python and module:
+        raise UsageError("--no-python and --module contradict each other; give one")
+    if no_python:
+        return command, "exec"
+    if not module and not os.path.exists(args.script):
+        raise UsageError(f"there is no script {args.script!r} here; give a path, or -m for a module")
+    python = environ.get("PYTHON_EXEC")
+    if python and not args.run_path and os.path.realpath(python) != os.path.realpath(sys.executable):
+        return (python, "-u", *(["-m"] if module else []), *command), "exec"  # torchrun's variable: another interpreter
+    return command, "module" if module else "path"
 
 
 def _nnodes(text: str) -> tuple[int, int]:
@@ -123,13 +148,10 @@ def _nnodes(text: str) -> tuple[int, int]:
 
 
 def _num_workers(text: str) -> int:
-    if text in ("auto", "cpu", "gpu", "xpu"):
-        gpus = sum(os.path.exists(f"/dev/nvidia{index}") for index in range(64))
-        if text in ("gpu", "xpu") and not gpus:
-            raise UsageError(f"--nproc-per-node {text}: this node shows no such device; give a number")
-        return gpus if text != "cpu" and gpus else os.cpu_count() or 1
+    if text in devices.WORDS:
+        return devices.count(text)
     if not text.isdigit() or int(text) < 1:
-        raise UsageError(f"--nproc-per-node {text!r} is neither a whole number of at least 1 nor auto, cpu or gpu")
+        raise UsageError(f"--nproc-per-node {text!r} is neither a whole number of at least 1 nor auto, cpu, gpu or xpu")
     return int(text)
 
 
@@ -140,30 +162,36 @@ def _sizes(args: argparse.Namespace) -> ParallelConfig:
         raise UsageError(f"impossible layout: {error}") from None
 
 
-def _meeting(args: argparse.Namespace) -> tuple[str, str | None]:
-    """The backend, and the endpoint if one is named."""
-    if args.standalone:
-        return "c10d", None
-    backend = args.rdzv_backend or "c10d"
-    if backend == "static" and args.rdzv_endpoint is None:
-        return backend, f"{args.master_addr}:{args.master_port}"
-    endpoint = args.rdzv_endpoint
-    if endpoint is None:
-        if backend.startswith("etcd"):
-            raise UsageError(f"--rdzv-backend {backend} needs --rdzv-endpoint HOST:PORT of the etcd that runs")
-        return backend, None
-    host, separator, port = endpoint.rpartition(":")
-    if not separator:
-        host, port = endpoint, "29400" if backend == "c10d" else "2379"
-    if not host or not port.isdigit():
-        raise UsageError(f"--rdzv-endpoint {endpoint!r} is not HOST:PORT")
-    return backend, f"{host}:{port}"
+def _signals(text: str) -> tuple[signal.Signals, ...]:
+    found = []
+    for name in filter(None, (part.strip() for part in text.split(","))):
+        if name not in signal.Signals.__members__ or name in ("SIGKILL", "SIGSTOP"):
+            raise UsageError(f"--signals-to-handle: {name!r} is no signal that can be handled")
+        found.append(signal.Signals[name])
+    return tuple(dict.fromkeys(found))
 
 
-def _run_id(text: str) -> str:
-    if not text or any(not (c.isalnum() or c in "-_.") for c in text):
-        raise UsageError(f"--rdzv-id {text!r}: use letters, digits, '-', '_' and '.'")
-    return text
+def _output(args: argparse.Namespace, environ: Mapping[str, str]) -> Output:
+    streams = {}
+    for name in ("redirects", "tee"):
+        try:
+            streams[name] = Streams.parse(getattr(args, name))
+        except ValueError as error:
+            raise UsageError(f"--{name}: {error}") from None
+    words = args.local_ranks_filter.split(",") if args.local_ranks_filter else []
+    if not all(word.strip().isdigit() for word in words):
+        raise UsageError(f"--local-ranks-filter {args.local_ranks_filter!r} is not a list of ranks like 0,1,2")
+    if args.log_dir is not None and os.path.isfile(args.log_dir):
+        raise UsageError(f"--log-dir {args.log_dir!r} is a file; name a folder")
+    template = environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
+    return Output(
+        log_dir=args.log_dir,
+        redirects=streams["redirects"],
+        tee=streams["tee"],
+        shown=frozenset(map(int, words)) if words else None,
+        filters={STDOUT: args.duplicate_stdout_filters, STDERR: args.duplicate_stderr_filters},
+        prefix=PREFIX if template is None else template,
+    )
 
 
 def _data(args: argparse.Namespace) -> DataSpec | None:
@@ -174,15 +202,11 @@ def _data(args: argparse.Namespace) -> DataSpec | None:
     return DataSpec(args.data, args.global_batch, args.micro_batch or args.global_batch, args.data_seed)
 
 
-def _timeouts(args: argparse.Namespace) -> Timeouts:
-    known = {"join_timeout": "rendezvous_s", "last_call_timeout": "join_window_s", "lease": "lease_s"}
-    given: dict[str, float] = {"grace_s": args.shutdown_timeout}
-    for pair in filter(None, args.rdzv_conf.split(",")):
-        name, _, value = pair.partition("=")
-        if name.strip() not in known:
-            continue  # torchrun's other settings have no meaning here
-        try:
-            given[known[name.strip()]] = float(value)
-        except ValueError:
-            raise UsageError(f"--rdzv-conf {name.strip()}={value!r} is not a number of seconds") from None
-    return Timeouts(**given)
+def _notes(num_workers: int, conf: Mapping[str, str], environ: Mapping[str, str]) -> tuple[str, ...]:
+    notes = []
+    if num_workers > 1 and not environ.get("OMP_NUM_THREADS"):
+        notes.append("OMP_NUM_THREADS=1 for each worker, as torchrun does; set it to tune")
+    unknown = rdzv.unknown(conf)
+    if unknown:
+        notes.append(f"--rdzv-conf: {', '.join(unknown)} is not known here and changes nothing")
+    return tuple(notes)

@@ -24,19 +24,20 @@ class Selection:
     def participants(self) -> tuple[Participant, ...]:
         first_rank, chosen = 0, []
         for member in self.members:
-            chosen.append(Participant(member.node, member.host, first_rank, member.num_workers, member.store))
+            place = (first_rank, member.num_workers, member.store, member.role)
+            chosen.append(Participant(member.node, member.host, *place))
             first_rank += member.num_workers
         return tuple(chosen)
 
 
 def in_rank_order(members: Iterable[Member], before: Sequence[str], seen: Mapping[str, float]) -> list[Member]:
-    """`--node-rank` first, then the order of the round before, then the order of arrival."""
+    """`--node-rank` first (0 if not given, behind those who gave it), then the round before, then order of arrival."""
     place = {node: index for index, node in enumerate(before)}
     far = len(place)
 
-    def order(member: Member) -> tuple[float, int, float, str]:
-        rank = float("inf") if member.node_rank is None else member.node_rank
-        return rank, place.get(member.node, far), seen.get(member.node, 0.0), member.node
+    def order(member: Member) -> tuple[int, bool, int, float, str]:
+        rank, by_default = member.node_rank or 0, member.node_rank is None
+        return rank, by_default, place.get(member.node, far), seen.get(member.node, 0.0), member.node
 
     return sorted(members, key=order)
 

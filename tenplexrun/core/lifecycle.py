@@ -8,8 +8,9 @@ Events carry the round they are about; what is about an older round is dropped.
 
 from __future__ import annotations
 
+import signal
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from tenplexrun.core.rounds import Ack, Failure, Round
 from tenplexrun.core.snapshots import Holding
@@ -65,6 +66,8 @@ class Gathered:
 
 Event = RoundSeen | Held | Parked | WorkersEnded | Stopped | Gathered
 
+How = Literal["leave", "terminate", "rescue", "kill"]
+
 # --- actions ------------------------------------------------------------------------------------------------------
 
 
@@ -84,10 +87,20 @@ class AwaitParked:
 
 @dataclass(frozen=True, slots=True)
 class StopWorkers:
-    """End the workers of `round`: parked ones leave, failed groups are killed at once, others get their grace."""
+    """End the workers of `round`.
+
+    leave      they are parked, and told to go on to their end
+    terminate  they are sent `signum`
+    rescue     one of them or a peer has failed: who still runs signal handlers is sent `signum`, the others are killed
+    kill       at once
+
+    All but the last give them their grace. `hung`: show their stacks first.
+    """
 
     round: int
-    how: Literal["leave", "kill", "terminate"]
+    how: How
+    signum: int = signal.SIGTERM
+    hung: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +134,9 @@ class Leave:
 Action = Hold | AwaitParked | StopWorkers | Gather | SendAck | StartRound | Exit | Leave
 
 
+_HOWS = get_args(How)  # from the mildest on
+
+
 class Lifecycle:
     """State of one node. `on` takes an event and returns the actions, in order."""
 
@@ -130,7 +146,7 @@ class Lifecycle:
         self.live: int | None = None
         """Round whose workers live (or are being started) here."""
         self.draining = False
-        self._stopping = False
+        self._stopping: How | None = None
         self._done = False
         self._gathering: int | None = None
 
@@ -159,13 +175,14 @@ class Lifecycle:
             return self._on_running(seen)
         if seen.phase == "ended":
             failed = seen.verdict is not None and seen.verdict.failure is not None
-            return self._stop("kill" if failed else "terminate") or [Exit(seen)]
+            return [Exit(seen)] if self.live is None else self._stop("rescue" if failed else "terminate")
         if self.live is None:
             return self._gather(seen.number)
         if self._stopping:
-            return self._stop("kill") if seen.stop.mode == "now" else []
+            return self._stop("rescue") if seen.stop.mode == "now" else []
         if seen.stop.mode == "now":
-            return self._stop("kill" if seen.cause.kind in ("worker_failed", "node_lost") else "terminate")
+            failed = seen.stop.hung or seen.cause.kind in ("worker_failed", "node_lost")
+            return self._stop("rescue" if failed else "terminate")
         if seen.stop.committed and seen.stop.hold is not None:
             return [AwaitParked(seen.number, seen.stop.hold)]
         return [Hold(seen.number, seen.stop.hold)]
@@ -198,18 +215,23 @@ class Lifecycle:
     def _on_stopped(self, event: Stopped) -> list[Action]:
         if event.round != self.live or self.round is None:
             return []
-        self.live, self._stopping = None, False
+        self.live, self._stopping = None, None
         if self.round.phase == "ended":
             return [Exit(self.round)]
         if self.round.phase == "gathering":
             return self._gather(self.round.number)
         return self._on_running(self.round)
 
-    def _stop(self, how: Literal["leave", "kill", "terminate"]) -> list[Action]:
-        if self.live is None:
+    def _stop(self, how: How) -> list[Action]:
+        """Never said twice: a worker that saves in its handler must not be taken for one that hangs."""
+        if (
+            self.live is None
+            or self.round is None
+            or (self._stopping and _HOWS.index(self._stopping) >= _HOWS.index(how))
+        ):
             return []
-        self._stopping = True
-        return [StopWorkers(self.live, how)]
+        self._stopping = how
+        return [StopWorkers(self.live, how, self.round.stop.signum, self.round.stop.hung)]
 
     def _gather(self, number: int) -> list[Action]:
         if self._gathering == number:

@@ -81,7 +81,7 @@ def decide(view: View, settings: Settings, now: float) -> Decision:
         return Decision("the job has ended")
     ending = next((request for request in view.requests if request.kind == "end"), None)
     if ending is not None:
-        return _end(view.round, Verdict(ending.code, ending.detail, view.round.first_failure), view.wall)
+        return _end(view.round, Verdict(ending.code, ending.detail), view.wall, Stop("now", signum=ending.signum))
     if view.round.decider != view.decider:
         return Decision("another agent decides from now on", replace(view.round, decider=view.decider))
     if view.round.phase == "running":
@@ -135,12 +135,11 @@ def _watch(view: View, round_: Round, settings: Settings, now: float) -> Decisio
 
 
 def _after_failure(view: View, round_: Round, settings: Settings, failure: Failure) -> Decision:
-    first = round_.first_failure or failure
     if round_.failures >= settings.max_restarts:
         spent = f"no restarts left (--max-restarts {settings.max_restarts})"
         return _end(round_, Verdict(failure.exit_code, f"{failure.describe()}; {spent}", failure), view.wall)
     cause = Cause("worker_failed", failure.describe(), failure.at)
-    failed = replace(round_, failures=round_.failures + 1, first_failure=first)
+    failed = replace(round_, failures=round_.failures + 1, first_failure=failure)
     unproven = round_.fallback
     if unproven is not None and all(ack.committed is None for ack in view.acks.values()):
         # The layout was somebody's wish and never got as far as a snapshot: go back to the one that worked.
@@ -156,9 +155,9 @@ def _on_request(view: View, round_: Round, settings: Settings, request: Request)
         rest = [m for node, m in view.members.items() if node not in _draining(view)]
         if forming.select(rest, round_.sizes, settings.min_nodes, settings.max_nodes) is None:
             message = f"node {request.node} leaves and too few would stay ({request.detail})"
-            return _end(round_, Verdict(request.code, message), view.wall)
+            return _end(round_, Verdict(request.code, message), view.wall, Stop("now", signum=request.signum))
         cause = Cause("node_left", f"node {request.node} leaves: {request.detail}", view.wall)
-        return _regather(view, round_, cause, Stop("boundary"))
+        return _regather(view, round_, cause, Stop("boundary", signum=request.signum))
     try:
         sizes = ParallelConfig.from_json({**round_.sizes.to_json(), **(request.sizes or {}), "dp": 1})
     except ValueError as error:
@@ -229,20 +228,19 @@ def _to_boundary(view: View, round_: Round, settings: Settings, now: float, acti
     failure = _first_failure(view, round_)
     lost = [p for p in round_.participants if p.node not in view.members]
     if failure is not None:
-        first = round_.first_failure or failure
-        failed = replace(round_, failures=round_.failures + 1, first_failure=first, stop=Stop("now"))
+        failed = replace(round_, failures=round_.failures + 1, first_failure=failure, stop=stop.now())
         return Decision(
             failure.describe(), replace(failed, cause=Cause("worker_failed", failure.describe(), failure.at))
         )
     if lost:
         cause = _loss(lost, view.wall)
-        return Decision(cause.detail, replace(round_, cause=cause, stop=Stop("now")))
+        return Decision(cause.detail, replace(round_, cause=cause, stop=stop.now()))
     acks = {node: view.acks[node] for node in active if node in view.acks}
     if all(node in acks and acks[node].state == "gathered" for node in active):
         return None
     if now >= view.since + settings.park_timeout_s:
         reason = f"workers did not reach a step boundary within {settings.park_timeout_s:.0f} s: stopping them now"
-        return Decision(reason, replace(round_, stop=Stop("now")))
+        return Decision(reason, replace(round_, stop=stop.now(hung=True)))
     wait = Decision("waiting for a step boundary", wake_at=view.since + settings.park_timeout_s)
     if stop.committed:
         return wait
@@ -255,13 +253,13 @@ def _to_boundary(view: View, round_: Round, settings: Settings, now: float, acti
 def _negotiate(round_: Round, started: list[int]) -> Decision:
     stop = round_.stop
     if not started:
-        return Decision("no worker counts steps: stopping them now", replace(round_, stop=Stop("now")))
+        return Decision("no worker counts steps: stopping them now", replace(round_, stop=stop.now()))
     newest = max(started)
     if stop.hold is not None and newest < stop.hold:
         return Decision(f"all stop before step {stop.hold}", replace(round_, stop=replace(stop, committed=True)))
     # A margin that doubles: a fixed one loses the race against short steps for ever.
     hold = newest + 2**stop.tries
-    proposed = Stop("boundary", hold, False, stop.tries + 1)
+    proposed = replace(stop, hold=hold, tries=stop.tries + 1)
     return Decision(f"proposing to stop before step {hold}", replace(round_, stop=proposed))
 
 
@@ -327,14 +325,16 @@ def _regather(view: View, round_: Round, cause: Cause, stop: Stop) -> Decision:
     return Decision(cause.detail, following)
 
 
-def _end(round_: Round, verdict: Verdict, wall: float) -> Decision:
-    ended = replace(round_, phase="ended", cause=Cause("end", verdict.message, wall), verdict=verdict, sources=None)
+def _end(round_: Round, verdict: Verdict, wall: float, stop: Stop | None = None) -> Decision:
+    cause = Cause("end", verdict.message, wall)
+    ended = replace(round_, phase="ended", cause=cause, verdict=verdict, sources=None, stop=stop or Stop())
     return Decision(verdict.message, ended)
 
 
 def _first_failure(view: View, round_: Round) -> Failure | None:
+    """Whose process ended first. Clocks of nodes are never compared: of what is reported together, the oldest."""
     failures = [ack.failure for node, ack in view.acks.items() if ack.state == "failed" and ack.failure is not None]
-    return min(failures, key=lambda failure: (failure.at, failure.rank), default=None)
+    return min(failures, key=lambda failure: (-failure.age_s, failure.rank), default=None)
 
 
 def _loss(lost: list[Participant], wall: float) -> Cause:

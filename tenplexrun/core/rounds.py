@@ -11,6 +11,7 @@ All are JSON documents in the coordination store, below `runs/<run_id>/<run_epoc
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
@@ -35,11 +36,16 @@ class Member:
     store: str
     num_workers: int
     node_rank: int | None = None
+    role: str = "default"
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """One worker's end that was no success. `code` as in `subprocess`: -N for signal N. `at` is Unix time."""
+    """One worker's end that was no success. `code` as in `subprocess`: -N for signal N. `at` is Unix time, on its node.
+
+    `stderr`: its last lines. `error`: what it wrote to TORCHELASTIC_ERROR_FILE (torch's `@record`), if it did.
+    `age_s`: how long ago it was when the node reported it.
+    """
 
     node: str
     host: str
@@ -49,12 +55,20 @@ class Failure:
     code: int
     at: float
     stderr: tuple[str, ...] = ()
+    error: Mapping[str, Any] | None = None
+    age_s: float = 0.0
 
     def describe(self) -> str:
-        how = f"signal {-self.code}" if self.code < 0 else f"exit code {self.code}"
-        return (
-            f"rank {self.rank} (local rank {self.local_rank}, pid {self.pid}) on node {self.node} [{self.host}]: {how}"
-        )
+        where = f"rank {self.rank} (local rank {self.local_rank}, pid {self.pid}) on node {self.node} [{self.host}]"
+        return f"{where}: {self.how}"
+
+    @property
+    def how(self) -> str:
+        """ "signal 11 (SIGSEGV)" or "exit code 3"."""
+        if self.code >= 0:
+            return f"exit code {self.code}"
+        known = {int(number): number.name for number in signal.Signals}
+        return f"signal {-self.code}" + (f" ({known[-self.code]})" if -self.code in known else "")
 
     @property
     def exit_code(self) -> int:
@@ -73,12 +87,21 @@ class Cause:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """How the workers of the round before are stopped. `hold` is the first step that is not to be run."""
+    """How the workers of the round before are stopped. `hold` is the first step that is not to be run.
+
+    `signum`: what they are sent where nothing but a signal tells them. `hung`: some did not do as they were told.
+    """
 
     mode: Literal["now", "boundary"] = "now"
     hold: int | None = None
     committed: bool = False
     tries: int = 0
+    signum: int = signal.SIGTERM
+    hung: bool = False
+
+    def now(self, hung: bool = False) -> Stop:
+        """No boundary any more."""
+        return Stop("now", signum=self.signum, hung=hung)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +113,7 @@ class Participant:
     first_rank: int
     num_workers: int
     store: str
+    role: str = "default"
 
     @property
     def ranks(self) -> range:
@@ -115,7 +139,10 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A wish of a user or node. kind "resize": new fixed sizes. "drain": `node` leaves. "end": the job ends."""
+    """A wish of a user or node. kind "resize": new fixed sizes. "drain": `node` leaves. "end": the job ends.
+
+    `signum`: the signal that a person or scheduler sent, for the workers.
+    """
 
     id: str
     kind: Literal["resize", "drain", "end"]
@@ -123,6 +150,7 @@ class Request:
     node: str | None = None
     code: int = 0
     detail: str = ""
+    signum: int = signal.SIGTERM
 
 
 @dataclass(frozen=True, slots=True)

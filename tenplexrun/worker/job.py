@@ -36,7 +36,7 @@ def init(parallel: ParallelConfig | None = None) -> Job:
         raise UsageError(f"{config} has {config.world_size} ranks, the launcher started {launch.world_size} workers")
     if launch.agent and config != parallel_from_env(os.environ, launch.world_size):
         raise UsageError(f"the script asks for {config}, the launcher for another; leave init()'s `parallel` out")
-    where = device.pick(launch.local_rank)
+    where = device.pick(int(os.environ.get("LOCAL_RANK", "0")))
     if launch.agent and where.type == "cpu":
         # a forked worker's own OMP_NUM_THREADS is read by nobody: OpenMP started in the parent
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))

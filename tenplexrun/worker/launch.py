@@ -28,6 +28,7 @@ class Launch:
 
     rank: int
     local_rank: int
+    """Index on its node, also where LOCAL_RANK is 0 for all (--virtual-local-rank)."""
     world_size: int
     local_world_size: int
     round: int
@@ -44,7 +45,7 @@ class Launch:
         """Raises UsageError, naming the variable, when one is no number or half of a pair is missing."""
         launch = cls(
             rank=_number(env, "RANK", 0),
-            local_rank=_number(env, "LOCAL_RANK", 0),
+            local_rank=_number(env, "TENPLEX_LOCAL_RANK", _number(env, "LOCAL_RANK", 0)),
             world_size=_number(env, "WORLD_SIZE", 1),
             local_world_size=_number(env, "LOCAL_WORLD_SIZE", 1),
             round=_number(env, "TENPLEX_ROUND", 0),

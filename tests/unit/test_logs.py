@@ -13,17 +13,18 @@ import pytest
 
 from tenplexrun.agent import logs as logs_module
 from tenplexrun.agent.logs import WorkerLogs
+from tenplexrun.core.output import Output
 
 Test = Callable[[WorkerLogs], Awaitable[None]]
 
 
-def shown(test: Test, tmp_path: Path, log_dir: Path | None = None, prefix: str = "[{rank}]: ") -> tuple[str, str]:
+def shown(test: Test, tmp_path: Path, log_dir: Path | None = None, prefix: str = "[${rank}]: ") -> tuple[str, str]:
     """What a test's workers show on stdout and stderr."""
     paths = tmp_path / "shown.out", tmp_path / "shown.err"
 
     async def run() -> None:
         fds = [os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) for path in paths]
-        logs = WorkerLogs(log_dir, prefix, (fds[0], fds[1]))
+        logs = WorkerLogs(Output(log_dir and str(log_dir), prefix=prefix), (fds[0], fds[1]))
         try:
             await asyncio.wait_for(test(logs), 60)
             await logs.close()
@@ -64,7 +65,7 @@ def test_torchruns_prefix_and_none(tmp_path: Path) -> None:
             write(fd, "x\n")
             os.close(fd)
 
-    assert shown(test, tmp_path, prefix="[default{rank}]:")[0] == "[default3]:x\n"
+    assert shown(test, tmp_path, prefix="[default$rank]:")[0] == "[default3]:x\n"
     assert shown(test, tmp_path, prefix="")[0] == "x\n"
 
 
@@ -175,7 +176,7 @@ def test_a_stuck_terminal_holds_workers_up_but_not_the_loop(tmp_path: Path, monk
 
     async def run() -> int:
         read_end, write_end = os.pipe()
-        logs = WorkerLogs(None, "", (write_end, write_end))
+        logs = WorkerLogs(Output(prefix=""), (write_end, write_end))
         out, err = logs.open(0, 0)
         os.close(err)
         worker = asyncio.ensure_future(asyncio.to_thread(write, out, *["y" * 1023 + "\n"] * (total >> 10)))
@@ -205,7 +206,7 @@ def test_a_closed_output_does_not_stop_workers_or_files(tmp_path: Path) -> None:
     async def run() -> None:
         read_end, write_end = os.pipe()
         os.close(read_end)
-        logs = WorkerLogs(tmp_path, "", (write_end, write_end))
+        logs = WorkerLogs(Output(str(tmp_path), prefix=""), (write_end, write_end))
         out, err = logs.open(0, 0)
         await asyncio.to_thread(write, out, *["z" * 999 + "\n"] * 500)
         os.close(out)

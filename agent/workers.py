@@ -1,0 +1,116 @@
+"""The living workers of one round on one node: signals to them, their stop, and how each has ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tenplexrun.agent import probe
+from tenplexrun.agent.events import EventLog
+from tenplexrun.core.lifecycle import StopWorkers
+from tenplexrun.core.rounds import Failure
+from tenplexrun.ports import WorkerExit, WorkerPool
+
+KILL_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """`told`: we had sent it a signal or told it to leave before."""
+
+    local_rank: int
+    exit: WorkerExit
+    told: bool
+
+
+class Workers:
+    """`control`: path of the node's control page; `grace_s`: what a worker gets that was told to stop."""
+
+    def __init__(self, pool: WorkerPool, control: Path, grace_s: float, events: EventLog) -> None:
+        self._pool, self._control, self._grace_s, self._events = pool, control, grace_s, events
+        self._alive: dict[int, int] = {}  # local rank by pid
+        self._none_alive = asyncio.Event()
+        self._told = False
+        self.ends: list[End] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._alive)
+
+    def started(self, pids: Sequence[int]) -> None:
+        self._alive.update(zip(pids, range(len(pids)), strict=True))
+
+    def ended(self, exit_: WorkerExit) -> End | None:
+        """Note an exit. None: it is none of ours."""
+        local_rank = self._alive.pop(exit_.pid, None)
+        if local_rank is None:
+            return None
+        if not self._alive:
+            self._none_alive.set()
+        end = End(local_rank, exit_, self._told)
+        self.ends.append(end)
+        return end
+
+    def pass_on(self, signum: int) -> tuple[int, int]:
+        """Send a signal to those that handle it; it would kill the others. Returns how many do, and how many live."""
+        handling = [pid for pid in self._alive if probe.catches(pid, signum)]
+        self._send(handling, signum)
+        return len(handling), len(self._alive)
+
+    async def stop(self, order: StopWorkers, leave: Callable[[], None]) -> None:
+        """End them all; `leave` tells parked ones to go. Returns when none lives, or SIGKILL has no effect."""
+        self._told = True
+        if order.hung and self._alive:
+            await self._show_stacks("a suspected hang")
+        if order.how == "kill":
+            self._send(self._alive, signal.SIGKILL)
+        elif order.how == "leave":
+            leave()
+        elif order.how == "terminate":
+            self._send(self._alive, order.signum)
+        else:
+            await self._rescue(order.signum)
+        if order.how != "kill" and not await self._gone_within(self._grace_s):
+            await self._show_stacks(f"still here {self._grace_s:g} s after being told to stop")
+            self._send(self._alive, signal.SIGKILL)
+        await self._gone_within(KILL_TIMEOUT_S)
+
+    async def _rescue(self, signum: int) -> None:
+        """After a failure: a rank inside a collective hears nothing until its peer leaves; waiting would be vain."""
+        patient = await probe.responsive(list(self._alive), self._control, self._pool.signal)
+        self._send([pid for pid in self._alive if pid not in patient], signal.SIGKILL)
+        self._send(patient, signum)
+
+    async def _gone_within(self, seconds: float) -> bool:
+        if self._alive:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._none_alive.wait(), seconds)
+        return not self._alive
+
+    async def _show_stacks(self, why: str) -> None:
+        ranks = ", ".join(str(local_rank) for local_rank in sorted(self._alive.values()))
+        self._events.emit("stacks", why=why, pids=sorted(self._alive))
+        self._events.say(f"{why}: the stacks of local ranks {ranks} follow")
+        missing = await probe.dump_stacks(list(self._alive), self._pool.signal)
+        if missing:
+            self._events.say(missing)
+
+    def _send(self, pids: Collection[int], signum: int) -> None:
+        for pid in list(pids):
+            self._pool.signal(pid, signum)
+
+
+def victims(ends: Sequence[End], first_rank: int, failure: Failure, node: str) -> str:
+    """Who else of this node ended badly, and how, as one line; "" if nobody."""
+    groups: dict[str, list[int]] = {}
+    for end in ends:
+        rank = first_rank + end.local_rank
+        if end.exit.code == 0 or (failure.node, failure.rank) == (node, rank):
+            continue
+        how = Failure(node, "", rank, end.local_rank, end.exit.pid, end.exit.code, end.exit.at).how
+        groups.setdefault(f"{how}, {'stopped by us' if end.told else 'of its own, after it'}", []).append(rank)
+    texts = [f"rank {', '.join(map(str, sorted(ranks)))} ({how})" for how, ranks in groups.items()]
+    return "; ".join(texts)

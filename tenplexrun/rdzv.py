@@ -1,0 +1,142 @@
+"""Where and how long nodes meet: torchrun's --rdzv-* and --master-* flags, checked."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tenplexrun.channel import join_host_port
+from tenplexrun.errors import UsageError
+
+HOSTED, RUNNING = ("static", "c10d"), ("etcd", "etcd-v2")
+C10D_PORT, STATIC_PORT, ETCD_PORT = 29400, 29500, 2379
+
+
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """Seconds, in the order in which they may run out (checked): a lease, a stop, a rendezvous."""
+
+    lease_s: float = 5.0
+    join_window_s: float = 3.0
+    grace_s: float = 30.0
+    rendezvous_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.lease_s <= self.rendezvous_s:
+            raise UsageError(
+                f"lease of {self.lease_s:g} s and join_timeout of {self.rendezvous_s:g} s are in the wrong order; "
+                f"need 2 <= lease <= join_timeout (--rdzv-conf)"
+            )
+        if min(self.join_window_s, self.grace_s) < 0:
+            raise UsageError("last_call_timeout and --shutdown-timeout cannot be negative")
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where the nodes meet. `endpoint`: HOST:PORT, None for a private etcd. `hosted`: a node of the job hosts the etcd
+    there; `is_host` says whether this one does, None: find out by the address."""
+
+    endpoint: str | None
+    hosted: bool
+    is_host: bool | None
+
+
+def find_meeting(args: argparse.Namespace, max_nodes: int, conf: Mapping[str, str]) -> Meeting:
+    backend, endpoint = args.rdzv_backend, args.rdzv_endpoint
+    if backend == "etcd-v3":
+        raise UsageError("--rdzv-backend etcd-v3 is not supported yet; use etcd-v2 (an etcd with --enable-v2) or c10d")
+    if backend not in HOSTED + RUNNING:
+        raise UsageError(
+            f"--rdzv-backend {backend!r}: plug-ins of torchrun are not loaded; use {', '.join(HOSTED + RUNNING)}"
+        )
+    if args.standalone:
+        return Meeting(None, True, None)
+    hosted = backend in HOSTED
+    is_host = _boolean("is_host", conf["is_host"]) if hosted and "is_host" in conf else None
+    if backend == "static" and not endpoint and (args.master_port is not None or max_nodes > 1):
+        endpoint = join_host_port(args.master_addr.strip("[]"), args.master_port or STATIC_PORT)
+    elif not endpoint and max_nodes > 1 and hosted:
+        endpoint = join_host_port("127.0.0.1", C10D_PORT)
+    elif not endpoint and hosted:
+        return Meeting(None, True, is_host)
+    elif not endpoint:
+        raise UsageError(f"--rdzv-backend {backend} needs --rdzv-endpoint HOST:PORT of the etcd that runs")
+    return Meeting(_endpoint(endpoint, C10D_PORT if hosted else ETCD_PORT), hosted, is_host)
+
+
+def _endpoint(text: str, default_port: int) -> str:
+    """HOST, HOST:PORT, [IPv6] or [IPv6]:PORT, with the port."""
+    found = re.fullmatch(r"(?:\[([0-9A-Fa-f:.%]+)\]|([\w.-]+))(?::(\d{1,5}))?", text.strip())
+    if found is None or int(found[3] or 0) >= 2**16:
+        raise UsageError(f"--rdzv-endpoint {text!r} is not HOST:PORT; IPv6 addresses stand in brackets")
+    return join_host_port(found[1] or found[2], default_port if found[3] is None else int(found[3]))
+
+
+def run_id(text: str, meeting: Meeting) -> str:
+    """As given. Where nobody else can join, and none is, one of its own, as torchrun does: scripts name files by it."""
+    if text == "none" and meeting.endpoint is None:
+        return str(uuid.uuid4())
+    if not text or any(not (c.isalnum() or c in "-_.") for c in text):
+        raise UsageError(f"--rdzv-id {text!r}: use letters, digits, '-', '_' and '.'")
+    return text
+
+
+# torchrun's settings of --rdzv-conf that change nothing here: no fixed waits, and no store of its own to tune.
+WITHOUT_EFFECT = ("close_timeout", "heartbeat_timeout", "read_timeout", "etcd_prefix", "rank")
+SECONDS = {"timeout": "rendezvous_s", "join_timeout": "rendezvous_s", "last_call_timeout": "join_window_s"}
+
+
+def read_conf(text: str) -> dict[str, str]:
+    """The pairs of --rdzv-conf. Raises UsageError for what is no pair and for what cannot be honoured."""
+    conf = {}
+    for pair in filter(None, text.strip().split(",")):
+        name, _, value = (part.strip() for part in pair.partition("="))
+        if not name or not value:
+            raise UsageError(f"--rdzv-conf {pair!r} is not KEY=VALUE")
+        conf[name] = value
+    if conf.get("store_type", "tcp").lower() != "tcp":
+        raise UsageError("--rdzv-conf store_type: only tcp; nodes meet at an etcd, not in a file")
+    tls = [name for name in ("cert", "key", "cacert", "ssl_cert", "ssl_cert_key", "ca_cert") if name in conf]
+    if tls or conf.get("protocol", "http").lower() != "http":
+        raise UsageError(f"--rdzv-conf {tls[0] if tls else 'protocol'}: an etcd over TLS is not supported yet")
+    return conf
+
+
+def timeouts(args: argparse.Namespace, conf: Mapping[str, str], environ: Mapping[str, str]) -> Timeouts:
+    grace_s = args.shutdown_timeout
+    if grace_s is None:
+        grace_s = _seconds("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT") or "30")
+    given = {"grace_s": float(grace_s)}
+    for name, setting in SECONDS.items():  # the more exact name comes later, and wins
+        if name in conf:
+            given[setting] = _seconds(f"--rdzv-conf {name}", conf[name])
+    if "keep_alive_interval" in conf or "keep_alive_max_attempt" in conf:
+        interval = _seconds("--rdzv-conf keep_alive_interval", conf.get("keep_alive_interval", "5"))
+        given["lease_s"] = interval * _seconds(
+            "--rdzv-conf keep_alive_max_attempt", conf.get("keep_alive_max_attempt", "3")
+        )
+    if "lease" in conf:
+        given["lease_s"] = _seconds("--rdzv-conf lease", conf["lease"])
+    return Timeouts(**given)
+
+
+def _seconds(name: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise UsageError(f"{name}={text!r} is not a number") from None
+
+
+def _boolean(name: str, text: str) -> bool:
+    if text.lower() not in ("1", "true", "t", "yes", "y", "0", "false", "f", "no", "n"):
+        raise UsageError(f"--rdzv-conf {name}={text!r} is neither true nor false")
+    return text.lower() in ("1", "true", "t", "yes", "y")
+
+
+def unknown(conf: Mapping[str, str]) -> list[str]:
+    """Names of --rdzv-conf that nobody knows here."""
+    known = {*SECONDS, "lease", "keep_alive_interval", "keep_alive_max_attempt", "is_host", "store_type", "protocol"}
+    return sorted(conf.keys() - known - set(WITHOUT_EFFECT))
