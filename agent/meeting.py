@@ -82,20 +82,6 @@ class Wanted(Protocol):
         """Whether it is this one. None: it is if the endpoint's address is its own."""
 
 
-class Wanted(Protocol):
-    """What the command line says of it."""
-
-    @property
-    def endpoint(self) -> str | None: ...
-    @property
-    def hosted(self) -> bool:
-        """A node of the job hosts the etcd, else one runs there already."""
-
-    @property
-    def is_host(self) -> bool | None:
-        """Whether it is this one. None: it is if the endpoint's address is its own."""
-
-
 @dataclass(frozen=True, slots=True)
 class Meeting:
     """Address of the run's etcd, and whether this node hosts it: then it has to be the last to leave."""
