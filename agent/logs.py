@@ -3,7 +3,8 @@
 The event loop reads, a thread writes, so that a slow terminal or disk holds the workers up (as it would without us) but
 never the agent. A line is written whole, with its rank in front, however many ranks write at once. Of a progress bar,
 which redraws a line by carriage returns, the newest state is shown each second, and the last one always. Files get
-every byte as it came: LOG_DIR/round_N/rank_R/{stdout,stderr}.log.
+every byte as it came: LOG_DIR/round_N/rank_R/{stdout,stderr}.log, and under torchrun's names,
+LOG_DIR/RUN_ID_NODE/attempt_N/LOCAL_RANK/, where N is the round.
 """
 
 from __future__ import annotations
@@ -36,11 +37,12 @@ KEPT_ROUNDS = 2
 class WorkerLogs:
     """All output of this node's workers. Construct it in the event loop; `close` writes out what is left.
 
-    `output` says what is shown and kept, `fds` are the terminal's stdout and stderr.
+    `output` says what is shown and kept, `fds` are the terminal's stdout and stderr. `alias` is a folder beside the
+    rounds' ones, of this launch and node alone, with torchrun's names: links ALIAS/attempt_N/LOCAL_RANK.
     """
 
-    def __init__(self, output: Output | None = None, fds: tuple[int, int] = (1, 2)):
-        self._output, self._fds = output or Output(), fds
+    def __init__(self, output: Output | None = None, fds: tuple[int, int] = (1, 2), alias: str = ""):
+        self._output, self._fds, self._alias = output or Output(), fds, alias
         self._writer = _Writer(self._resume)
         self._streams: dict[tuple[int, int], tuple[_Stream, _Stream]] = {}  # stdout, stderr by (round, rank)
 
@@ -75,6 +77,8 @@ class WorkerLogs:
             stream.resume()
             write_ends.append(write_end)
             streams.append(stream)
+        if folder is not None and self._alias:
+            _link(folder, folder.parent.parent / self._alias / f"attempt_{round_number}" / str(local_rank))
         self._streams[round_number, rank] = streams[0], streams[1]
         return write_ends[0], write_ends[1]
 
@@ -122,6 +126,11 @@ def _open_file(path: Path | None) -> int | None:
         return None
     path.parent.mkdir(parents=True, exist_ok=True)
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+
+
+def _link(folder: Path, name: Path) -> None:
+    name.parent.mkdir(parents=True, exist_ok=True)
+    name.symlink_to(os.path.relpath(folder, name.parent), target_is_directory=True)
 
 
 @dataclass(slots=True, eq=False)

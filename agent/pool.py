@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import signal
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from tenplexrun.agent.guardian import Record
 from tenplexrun.agent.packets import Packets, packet_pair
@@ -29,12 +30,25 @@ class Pool:
     Requests before its imports are done wait for them by themselves.
     """
 
-    def __init__(self, processes: Processes, command: Command, preload: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        processes: Processes,
+        command: Command,
+        preload: Sequence[str] = (),
+        cold: bool = False,
+        on_learnt: Callable[[Sequence[str], Mapping[str, str]], None] | None = None,
+    ) -> None:
+        """`preload`: modules to import beside torch; `cold`: import none, workers are fresh interpreters.
+
+        `on_learnt(modules, refused)` is told what scripts import late and the pool has imported since, or refuses to,
+        with the reason; None: don't learn.
+        """
         self.exits: asyncio.Queue[WorkerExit] = asyncio.Queue()
         self._ready = False
         self._settled = asyncio.Event()  # ready, or dead
         self.failed_imports: dict[str, str] = {}
-        self._processes, self.command, self._preload = processes, command, tuple(preload)
+        self._processes, self.command = processes, command
+        self._preload, self._cold, self._on_learnt = list(preload), cold, on_learnt
         self._packets: Packets | None = None
         self._listener: socket.socket | None = None
         self._pids: set[int] = set()  # forked and not yet reported as ended
@@ -47,7 +61,8 @@ class Pool:
         here, there = packet_pair()
         packets = Packets(here, "the warm pool", self._on_notice, self._on_end)
         try:
-            argv = module_command("tenplexrun.agent.warm", "3", *self._preload, unbuffered=True)
+            options = {"preload": self._preload, "cold": self._cold, "learn": self._on_learnt is not None}
+            argv = module_command("tenplexrun.agent.warm", "3", json.dumps(options), unbuffered=True)
             await self._processes.spawn(NAME, argv, {3: there.fileno()}, env=SINGLE_THREADED, cwd=self.command.cwd)
         except BaseException:
             packets.close()
@@ -145,9 +160,12 @@ class Pool:
 
     def _on_notice(self, record: Record) -> None:
         if record["op"] == "ready":
-            self.failed_imports = record["failed"]
+            self.failed_imports = {**record["failed"], **record["refused"]}
             self._ready = True
             self._settled.set()
+        elif record["op"] == "learnt" and self._on_learnt is not None:
+            self._preload += [name for name in record["modules"] if name not in self._preload]  # if it has to restart
+            self._on_learnt(record["modules"], record["refused"])
         elif record["op"] == "exit":
             self._held_back.append(WorkerExit(record["pid"], record["code"], record["at"]))
             self._release_exits()

@@ -11,6 +11,7 @@ import os
 import pkgutil
 import runpy
 import signal
+import subprocess
 import sys
 import threading
 import types
@@ -42,6 +43,15 @@ def run(command: Command) -> NoReturn:
     except SystemExit as end:
         code = _exit_code(end.code)
     _leave(code, before)
+
+
+def fresh_interpreter(command: Command) -> Command:
+    """The same, in an interpreter of its own."""
+    if command.kind == "program":
+        return command
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    argv = (sys.executable, *flags, "-u", *(("-m",) if command.kind == "module" else ()), *command.argv)
+    return Command("program", argv, command.cwd)
 
 
 def _run_script(argv: list[str]) -> int:

@@ -1,7 +1,8 @@
 """The warm pool: a process that has torch imported and forks workers from that state, in milliseconds.
 
-It speaks packets (see `guardian`) with the agent's `pool.Pool` over the socket whose number is its first argument;
-further arguments are modules to import beside its own list:
+It speaks packets (see `guardian`) with the agent's `pool.Pool` over the socket whose number is its first argument; the
+second one is JSON: {"preload": modules to import beside its own, "learn": whether to find more of them (see
+`learning`), "cold": import nothing, and have every worker start a fresh interpreter}.
 
     agent -> pool  {"id", "op": "spawn", "kind", "argv", "cwd", "env"} + stdout, stderr    -> {"pid"}
                    {"id", "op": "host", "host", "port"} + listening socket                 -> {"pid": pid | null}
@@ -9,6 +10,7 @@ further arguments are modules to import beside its own list:
                    {"op": "signal", "pid", "signum"}
     pool -> agent  {"op": "ready", "seconds", "failed": {module: message}}
                    {"op": "exit", "pid", "code", "at"}
+                   {"op": "learnt", "modules", "refused": {module: reason}}       (all so far)
 
 One thread only, and no parallel operation before a fork: a child would inherit its locks and not its threads.
 """
@@ -19,6 +21,8 @@ import contextlib
 import datetime
 import gc
 import importlib
+import importlib.util
+import json
 import multiprocessing.process
 import os
 import select
@@ -38,7 +42,16 @@ from tenplexrun.agent.guardian import (
     receive_packet,
     send_packet,
 )
-from tenplexrun.agent.script import Command, run
+from tenplexrun.agent.learning import (
+    Learner,
+    Notes,
+    NotingFinder,
+    aspects,
+    changed,
+    unwatch_environment,
+    watch_environment,
+)
+from tenplexrun.agent.script import Command, fresh_interpreter, run
 
 # Beyond torch itself: what a training script would otherwise import late, in its first step (optimizers, DDP).
 MODULES = (
@@ -61,8 +74,8 @@ Job = Callable[[], None]
 class WarmPool:
     """The pool process. A forked child leaves `serve` with its job, and so does it on an almost empty stack."""
 
-    def __init__(self, control: socket.socket) -> None:
-        self._control = control
+    def __init__(self, control: socket.socket, learner: Learner, cold: bool) -> None:
+        self._control, self._learner, self._cold = control, learner, cold
         self._pid = os.getpid()
         self._pidfds: dict[int, int] = {}  # by pid: workers and the TCPStore's host
         self._host: int | None = None
@@ -73,13 +86,21 @@ class WarmPool:
     def serve(self) -> Job | None:
         """Obey until the agent's end is closed (None)."""
         while True:
-            ready = [fd for fd, _ in self._poll.poll(POLL_MS)]
+            ready = [fd for fd, _ in self._poll.poll(0 if self._learner.accepted else POLL_MS)]
             self._harvest()
             if self._control.fileno() in ready:
                 packet = receive_packet(self._control)
                 if packet is None:
                     return None
                 job = self._obey(*packet)
+                if job is not None:
+                    return job
+            elif self._learner.accepted:
+                if self._learner.import_one():
+                    gc.freeze()
+                    self.say({"op": "learnt", "modules": self._learner.learnt, "refused": self._learner.refused})
+            elif self._pidfds:
+                job = self._learner.step(time.monotonic(), self._fork)
                 if job is not None:
                     return job
 
@@ -96,12 +117,18 @@ class WarmPool:
                 return None
             if op == "sweep":
                 self._sweep()
-            elif op == "spawn" or "torch" in sys.modules:
+            elif op == "spawn":
+                notes = self._learner.new_notes()
                 pid = self._fork()
                 if pid == 0:
-                    return (lambda: work(record, fds)) if op == "spawn" else (lambda: host_store(record, fds))
+                    return lambda: work(record, fds, self._cold, notes)
                 reply = {"pid": pid}
-                self._host = self._host if op == "spawn" else pid
+            elif "torch" in sys.modules or (self._cold and importlib.util.find_spec("torch")):
+                pid = self._fork()
+                if pid == 0:
+                    return lambda: host_store(record, fds)
+                reply = {"pid": pid}
+                self._host = pid
             else:
                 reply = {"pid": None}  # without torch nobody asks for its store
         except OSError as error:
@@ -144,6 +171,8 @@ class WarmPool:
             self._poll.unregister(self._pidfds[pid])
             os.close(self._pidfds.pop(pid))
             code = os.waitstatus_to_exitcode(status)
+            if self._learner.ended(pid, code):
+                continue
             if pid != self._host:
                 self.say({"op": "exit", "pid": pid, "code": code, "at": time.time()})
             elif not self._sweeping:
@@ -153,6 +182,7 @@ class WarmPool:
     def _sweep(self) -> None:
         end, pause = time.monotonic() + SWEEP_DEADLINE_S, 0.0005
         self._sweeping = True
+        self._learner.forget()
         try:
             _kill(self._pidfds)
             while not self._harvest():
@@ -176,7 +206,7 @@ def _send_signal(pid: int, signum: int) -> None:
         os.kill(pid, signum)
 
 
-def work(record: Record, fds: Sequence[int]) -> None:
+def work(record: Record, fds: Sequence[int], cold: bool, notes: Notes | None) -> None:
     """In a forked worker: become what a fresh interpreter would be, and run the script."""
     for target, fd in enumerate(fds, start=1):
         os.dup2(fd, target)
@@ -184,6 +214,8 @@ def work(record: Record, fds: Sequence[int]) -> None:
     os.environ.clear()
     os.environ.update(record["env"])
     command = Command(record["kind"], tuple(record["argv"]), record["cwd"])
+    if cold:
+        command = fresh_interpreter(command)
     try:
         os.chdir(command.cwd)
     except OSError as error:
@@ -197,6 +229,8 @@ def work(record: Record, fds: Sequence[int]) -> None:
     if "torch" in sys.modules:
         sys.modules["torch"].default_generator.seed()
         sys.modules["torch"].set_num_threads(_num_threads(record["env"].get("OMP_NUM_THREADS", "")))
+    if notes is not None:
+        sys.meta_path.insert(0, NotingFinder(notes))
     run(command)
 
 
@@ -226,19 +260,48 @@ def main() -> None:
     start = time.monotonic()
     become_subreaper()
     control = socket.socket(fileno=int(sys.argv[1]))
+    options = json.loads(sys.argv[2])
+    failed = {} if options["cold"] else import_all(options["preload"], options)
     control.set_inheritable(False)
-    failed = {}
-    for name in (*MODULES, *sys.argv[2:]):
-        try:
-            importlib.import_module(name)
-        except Exception as error:  # the script itself may do without, or will show it properly
-            failed[name] = f"{type(error).__name__}: {error}"
-    gc.collect()
-    gc.freeze()  # children then don't copy these pages when they collect
-    pool = WarmPool(control)
-    pool.say({"op": "ready", "seconds": time.monotonic() - start, "failed": failed})
+    learner = Learner(options["learn"] and not options["cold"], refused=options.get("refused", {}))
+    pool = WarmPool(control, learner, options["cold"])
+    pool.say({"op": "ready", "seconds": time.monotonic() - start, "failed": failed, "refused": learner.refused})
     job = pool.serve()
     del pool
     if job is None:
         os._exit(0)  # the guardian sees to what is left
     job()
+
+
+def import_all(preload: Sequence[str], options: Record) -> dict[str, str]:
+    """Import our modules, then the given ones. Returns what could not be imported, with the reasons.
+
+    One that leaves behind what a fork must not inherit is refused, and everything begun anew without it.
+    """
+    gc.disable()  # a sixth of the time, and nothing to be found
+    failed = _import(MODULES)
+    if preload:
+        watch_environment()
+        before = aspects()
+        for name in preload:
+            failed.update(_import([name]))
+            reason = changed(before, aspects())
+            if reason is not None:
+                rest = [other for other in preload if other != name]
+                options = {**options, "preload": rest, "refused": {**options.get("refused", {}), name: reason}}
+                os.execv(sys.executable, [*sys.orig_argv[:-1], json.dumps(options)])
+        unwatch_environment()
+    gc.enable()
+    gc.collect()
+    gc.freeze()  # children then don't copy these pages when they collect
+    return failed
+
+
+def _import(names: Iterable[str]) -> dict[str, str]:
+    failed = {}
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # the script itself may do without, or will show it properly
+            failed[name] = f"{type(error).__name__}: {error}"
+    return failed

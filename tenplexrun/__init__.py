@@ -15,23 +15,30 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from tenplexrun import errors
-from tenplexrun.core.layout import Shard, Stages
-from tenplexrun.core.parallel import ParallelConfig
 
 if TYPE_CHECKING:
+    from tenplexrun.core.layout import Shard, Stages
+    from tenplexrun.core.parallel import ParallelConfig
     from tenplexrun.worker.agent import RoundStopped
     from tenplexrun.worker.job import Job, init
 
 __version__ = "0.1.0"
 __all__ = ["Job", "ParallelConfig", "RoundStopped", "Shard", "Stages", "__version__", "errors", "init"]
 
-_WORKER = {"Job": "job", "RoundStopped": "agent", "init": "job"}
+_HOMES = {
+    "Job": "worker.job",
+    "ParallelConfig": "core.parallel",
+    "RoundStopped": "worker.agent",
+    "Shard": "core.layout",
+    "Stages": "core.layout",
+    "init": "worker.job",
+}
 
 
 def __getattr__(name: str) -> Any:
-    """The worker's side, imported when first asked for: it needs torch."""
-    if name not in _WORKER:
+    """Imported when first asked for: the worker's side needs torch, and the launcher none of it."""
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(f"tenplexrun.worker.{_WORKER[name]}"), name)
+    return getattr(import_module(f"tenplexrun.{_HOMES[name]}"), name)

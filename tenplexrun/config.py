@@ -32,11 +32,14 @@ class DataSpec:
 class JobSpec:
     """What one agent was asked to run. `entry`: the command is a script path, a module, or an executable.
 
-    `signals`: those that end this node's part. `notes`: what the person at the terminal should know.
+    `preload`: modules for the warm pool, which `cold_start` does without. `signals`: those that end this node's part.
+    `notes`: what the person at the terminal should know.
     """
 
     command: tuple[str, ...]
     entry: str
+    cold_start: bool
+    preload: tuple[str, ...]
     min_nodes: int
     max_nodes: int
     num_workers: int
@@ -62,7 +65,11 @@ class JobSpec:
 
 def parse(argv: Sequence[str], environ: Mapping[str, str]) -> JobSpec:
     """The job that a command line describes. Raises UsageError, one line, for whatever cannot be right."""
-    args = parser(environ).parse_args(argv)
+    return check(parser(environ).parse_args(argv), environ)
+
+
+def check(args: argparse.Namespace, environ: Mapping[str, str]) -> JobSpec:
+    """The job that parsed flags describe. Raises UsageError, as `parse`."""
     _refuse(args)
     command, entry = _command(args, environ)
     min_nodes, max_nodes = _nnodes("1:1" if args.standalone else args.nnodes)
@@ -76,6 +83,8 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> JobSpec:
     return JobSpec(
         command=command,
         entry=entry,
+        cold_start=args.cold_start,
+        preload=tuple(args.preload),
         min_nodes=min_nodes,
         max_nodes=max_nodes,
         num_workers=num_workers,

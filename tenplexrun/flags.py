@@ -133,6 +133,14 @@ OURS: dict[str, tuple[Flag, ...]] = {
             _text(None, "PATH"),
         ),
     ),
+    "how workers start": (
+        Flag("--cold-start", "each worker is a fresh interpreter: slower to start and restart", switch=True),
+        Flag(
+            "--preload",
+            "module to import before workers are forked, for example transformers; may be repeated, or A,B",
+            {"action": "extend", "type": lambda text: text.split(","), "default": [], "metavar": "MODULE"},
+        ),
+    ),
     "what is written": (
         Flag("--events", "file for the events of this node, a JSON object a line", _text(None, "PATH")),
     ),

@@ -216,3 +216,42 @@ def test_a_closed_output_does_not_stop_workers_or_files(tmp_path: Path) -> None:
 
     asyncio.run(asyncio.wait_for(run(), 60))
     assert (tmp_path / "round_0" / "rank_0" / "stdout.log").stat().st_size == 500_000
+
+
+def test_sixteen_ranks_at_once_and_torchruns_names(tmp_path: Path) -> None:
+    """Every line whole and in its rank's order, on the terminal and in the files of both rounds."""
+    count, ranks, text = 2000, 16, "x" * 40
+
+    async def run() -> None:
+        fd = os.open(tmp_path / "shown", os.O_WRONLY | os.O_CREAT)
+        logs = WorkerLogs(Output(str(tmp_path), prefix="[${rank}]: "), (fd, fd), alias="run_node")
+        for round_number in range(2):
+            fds = [logs.open(round_number, 10 + rank, rank) for rank in range(ranks)]
+
+            def speak(rank: int, out: int) -> None:
+                with open(out, "w", buffering=1 << 12) as file:
+                    for number in range(count):
+                        file.write(f"{rank} {number} {text}\n")
+
+            threads = [threading.Thread(target=speak, args=(rank, out)) for rank, (out, _) in enumerate(fds)]
+            for thread in threads:
+                thread.start()
+            for _, err in fds:
+                os.close(err)
+            while any(thread.is_alive() for thread in threads):
+                await asyncio.sleep(0.01)
+            await logs.close_round(round_number)
+        await logs.close()
+        os.close(fd)
+
+    asyncio.run(run())
+    shown = (tmp_path / "shown").read_text().splitlines()
+    for rank in range(ranks):
+        said = [f"{rank} {number} {text}" for number in range(count)]
+        assert [line for line in shown if line.startswith(f"[{10 + rank}]: ")] == [
+            f"[{10 + rank}]: {line}" for line in said * 2
+        ]
+        for round_number in range(2):
+            own = tmp_path / f"round_{round_number}" / f"rank_{10 + rank}" / "stdout.log"
+            theirs = tmp_path / "run_node" / f"attempt_{round_number}" / str(rank) / "stdout.log"
+            assert own.read_text().splitlines() == theirs.read_text().splitlines() == said

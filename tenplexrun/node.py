@@ -1,0 +1,191 @@
+"""One node: its processes and adapters, put together around its agent. A composition root."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from tenplexrun import channel
+from tenplexrun.agent.app import Agent, Launch
+from tenplexrun.agent.desk import Desk
+from tenplexrun.agent.environment import NodeFacts
+from tenplexrun.agent.etcd_v2 import EtcdV2
+from tenplexrun.agent.events import EventLog
+from tenplexrun.agent.links import Links
+from tenplexrun.agent.logs import WorkerLogs
+from tenplexrun.agent.meeting import find_meeting, own_host
+from tenplexrun.agent.pool import Pool
+from tenplexrun.agent.processes import Processes, module_command
+from tenplexrun.agent.session import NodeServices
+from tenplexrun.agent.signals import Signals
+from tenplexrun.assignment import least_cost
+from tenplexrun.config import JobSpec
+from tenplexrun.core.membership import Settings
+from tenplexrun.core.output import Output
+from tenplexrun.core.rounds import Member, Verdict
+from tenplexrun.errors import ProcessError
+from tenplexrun.store.client import StoreClient
+from tenplexrun.vfs.client import ViewClient
+
+MAX_RESTARTS = 20  # of the store or the view, killed from outside; ends of their own are never repeated
+
+
+@dataclass
+class Node:
+    """The processes and adapters of one node."""
+
+    spec: JobSpec
+    node: str
+    node_dir: Path
+    processes: Processes
+    pool: Pool
+    events: EventLog
+    token: str
+    output: Output
+
+    async def run(self, signals: Signals) -> Verdict:
+        spec = self.spec
+        (self.node_dir / "token").touch(mode=0o600)
+        (self.node_dir / "token").write_text(self.token)
+        died: asyncio.Queue[Verdict] = asyncio.Queue()
+        pool = self.pool
+        host = own_host(spec.meeting.endpoint, spec.local_addr)
+        await asyncio.gather(self._start_store(host), self._start_view())
+        watching = asyncio.ensure_future(self._keep_alive(host, died))
+        store = StoreClient(str(self.node_dir / "store.sock"))
+        view = ViewClient(str(self.node_dir / "view.sock"))
+        links, desk = Links(self.node, self.token), Desk()
+        logs = WorkerLogs(self.output, alias=f"{spec.run_id}_{self.node}")
+        meeting = await find_meeting(spec.meeting, spec.local_addr, self.processes, self.node_dir)
+        coordination = EtcdV2([meeting.endpoint])
+        try:
+            store_address = channel.join_host_port(host, await store.hello())
+            shown = await view.hello()
+            self.events.say(
+                f"run {spec.run_id}, etcd at {meeting.endpoint}; data shown by {shown['mode']} ({shown['reason']}); "
+                f"{self._limits()}"
+            )
+            self.events.emit(
+                "started", pid=os.getpid(), endpoint=meeting.endpoint, view=shown["mode"], dir=str(self.node_dir)
+            )
+            await desk.start(f"unix:{self.node_dir / 'agent.sock'}")
+            place = (spec.num_workers, spec.node_rank, spec.role)
+            member = Member(self.node, host, await links.start(host), store_address, *place)
+            services = NodeServices(
+                host=host,
+                facts=self._facts(store_address),
+                control=self.node_dir / "control",
+                pool=pool,
+                store=store,
+                view=view,
+                links=links,
+                logs=logs,
+                events=self.events,
+                data=await self._data(view),
+            )
+            await pool.ready()
+            launch = Launch(spec.run_id, member, self._settings(), spec.timeouts.lease_s, meeting.hosted)
+            agent = Agent(launch, coordination, services, desk, died, signals)
+            agent.on_joined = lambda key: self.processes.set_cleanup(coordination.delete_urls(key))
+            return await agent.run()
+        finally:
+            watching.cancel()
+            await desk.close()
+            await links.close()
+            await pool.close()
+            await logs.close()
+            await coordination.close()
+
+    def _settings(self) -> Settings:
+        spec, times = self.spec, self.spec.timeouts
+        return Settings(
+            min_nodes=spec.min_nodes,
+            max_nodes=spec.max_nodes,
+            max_restarts=spec.max_restarts,
+            sizes=spec.sizes,
+            join_window_s=times.join_window_s,
+            rendezvous_timeout_s=times.rendezvous_s,
+            gather_timeout_s=times.grace_s + 30,
+            park_timeout_s=times.grace_s + 30,
+            assign=least_cost,
+        )
+
+    def _facts(self, store_address: str) -> NodeFacts:
+        spec = self.spec
+        return NodeFacts(
+            run_id=spec.run_id,
+            virtual_local_rank=spec.virtual_local_rank,
+            signals=",".join(signum.name for signum in spec.signals),
+            max_restarts=spec.max_restarts,
+            snapshot_every=spec.snapshot_every,
+            grace_s=spec.timeouts.grace_s,
+            store=store_address,
+            token_file=str(self.node_dir / "token"),
+            agent=f"unix:{self.node_dir / 'agent.sock'}",
+            control=str(self.node_dir / "control"),
+        )
+
+    def _limits(self) -> str:
+        times = self.spec.timeouts
+        return (
+            f"a silent node is given up after {times.lease_s:g} s, a stop has {times.grace_s:g} s of grace, "
+            f"joins are gathered for {times.join_window_s:g} s, too few nodes wait {times.rendezvous_s:g} s"
+        )
+
+    async def _data(self, view: ViewClient) -> dict[str, object] | None:
+        data = self.spec.data
+        if data is None:
+            return None
+        from tenplexrun import formats  # numpy; few launches need it
+
+        dataset = formats.absolute(data.dataset)
+        described = await view.describe(dataset)
+        return {
+            "dataset": dataset,
+            "num_samples": described["num_samples"],
+            "fingerprint": described["fingerprint"],
+            "seed": data.seed,
+            "global_batch": data.global_batch,
+            "micro_batch": data.micro_batch,
+        }
+
+    # --- processes ------------------------------------------------------------------------------------------------
+
+    async def _start_store(self, host: str) -> None:
+        config = {
+            "dir": str(self.node_dir),
+            "host": host,
+            "token_file": str(self.node_dir / "token"),
+            "socket": str(self.node_dir / "store.sock"),
+        }
+        await self.processes.spawn("store", module_command("tenplexrun.store.server", json.dumps(config)))
+
+    async def _start_view(self) -> None:
+        config = {
+            "dir": str(self.node_dir),
+            "socket": str(self.node_dir / "view.sock"),
+            "mode": self.spec.view_mode,
+        }
+        await self.processes.spawn("view", module_command("tenplexrun.vfs.server", json.dumps(config)))
+
+    async def _keep_alive(self, host: str, died: asyncio.Queue[Verdict]) -> None:
+        """Start store and view again when they die; what cannot be replaced ends this node."""
+        restart = {"store": lambda: self._start_store(host), "view": self._start_view}
+        restarts: Counter[str] = Counter()
+        while True:
+            ended = await self.processes.exits.get()
+            self.events.emit("process_ended", name=ended.name, code=ended.code)
+            restarts[ended.name] += 1
+            if ended.name in restart and ended.code < 0 and restarts[ended.name] <= MAX_RESTARTS:
+                await restart[ended.name]()
+            elif ended.name in restart:
+                died.put_nowait(
+                    Verdict(max(ended.code, 1), f"the {ended.name} of this node gave up; its reason is above")
+                )
+            elif ended.name in ("etcd", "guardian"):
+                reason = f"the {ended.name} of this node ended with {ended.code}; start the node again"
+                died.put_nowait(Verdict(ProcessError.exit_code, reason))
