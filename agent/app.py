@@ -15,6 +15,7 @@ from typing import Any
 
 from tenplexrun.agent.decider import Decider
 from tenplexrun.agent.desk import Desk
+from tenplexrun.agent.links import is_gone
 from tenplexrun.agent.rendezvous import join_run, leave_run
 from tenplexrun.agent.session import NodeServices, Session
 from tenplexrun.agent.signals import Signals
@@ -103,7 +104,7 @@ class Agent:
     async def _join(self) -> None:
         """Become a member, as a new node each time."""
         self._folder, self._lease = await join_run(
-            self._coordination, self._launch.run_id, self._member, self._launch.lease_s
+            self._coordination, self._launch.run_id, self._member, self._launch.lease_s, is_gone
         )
         self.on_joined(self._lease.key)
         events, member = self._services.events, self._member

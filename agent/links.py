@@ -31,6 +31,19 @@ async def _ignore(*_: object) -> None:
     """Nobody is bound yet."""
 
 
+async def is_gone(address: str) -> bool:
+    """Whether nobody listens there any more. Silence proves nothing: then the lease judges."""
+    host, port = channel.split_host_port(address)
+    try:
+        _, writer = await asyncio.wait_for(asyncio.open_connection(host, port), PROBE_TIMEOUT_S)
+        writer.close()
+        return False
+    except ConnectionRefusedError:
+        return True
+    except (OSError, asyncio.TimeoutError):
+        return False
+
+
 @dataclass(slots=True)
 class _Peer:
     node: str
@@ -159,14 +172,8 @@ class Links:
             self._spawn(self._report_if_gone(node, address))
 
     async def _report_if_gone(self, node: str, address: str) -> None:
-        host, port = channel.split_host_port(address)
-        try:
-            _, writer = await asyncio.wait_for(asyncio.open_connection(host, port), PROBE_TIMEOUT_S)
-            writer.close()
-        except ConnectionRefusedError:
+        if await is_gone(address):
             await self._on_lost(node, address)
-        except (OSError, asyncio.TimeoutError):
-            pass  # silence proves nothing: the lease judges
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.ensure_future(work)

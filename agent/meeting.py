@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ipaddress
 import socket
 import time
 from dataclasses import dataclass
@@ -11,10 +13,11 @@ from typing import Protocol
 
 from tenplexrun.agent.embedded import EmbeddedEtcd, reachable
 from tenplexrun.agent.processes import Processes
-from tenplexrun.channel import split_host_port
+from tenplexrun.channel import join_host_port, split_host_port
 from tenplexrun.errors import CoordinationError, ProcessError
 
 LOOPBACK = "127.0.0.1"
+ANY = ("0.0.0.0", "::")
 HOST_TIMEOUT_S = 60.0
 ETCD_TIMEOUT_S = 5.0
 RETRY_S = 0.3
@@ -31,9 +34,38 @@ def own_host(endpoint: str | None, local_addr: str | None) -> str:
         family, kind, _, _, address = socket.getaddrinfo(host, port or 1, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.connect(address)  # sends nothing: it only asks for the route
-            return str(probe.getsockname()[0])
+            found = str(probe.getsockname()[0])
     except OSError as error:
         raise CoordinationError(f"no route to the rendezvous endpoint {endpoint}: {error}") from None
+    return _outward_address() or found if _is_named_loopback(host) else found
+
+
+def _is_named_loopback(host: str) -> bool:
+    """A machine's own name often stands for a loopback address in its own /etc/hosts; others know it by another."""
+    try:
+        ipaddress.ip_address(host)
+        return False
+    except ValueError:
+        return host != "localhost" and ipaddress.ip_address(_resolve(host)).is_loopback
+
+
+def _resolve(host: str) -> str:
+    """IPv4 where there is a choice. Raises OSError for a name that nobody knows."""
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    return str(min(found, key=lambda each: each[0] != socket.AF_INET)[4][0])
+
+
+def _outward_address() -> str | None:
+    """The address of this machine on its default route, if it has one."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 1))  # for documentation only (RFC 5737), and nothing is sent
+        return str(probe.getsockname()[0])
+    return None
+
+
+def _listening_address(host: str) -> str:
+    """What etcd, which knows addresses only, listens on for an endpoint of this name."""
+    return ANY[0] if _is_named_loopback(host) else _resolve(host)
 
 
 class Wanted(Protocol):
@@ -64,8 +96,10 @@ async def find_meeting(wanted: Wanted, local_addr: str | None, processes: Proces
     Raises CoordinationError when nothing answers there in time.
     """
 
-    async def host(address: str, port: int) -> Meeting:
-        return Meeting((await EmbeddedEtcd.start(processes, node_dir, address, port)).endpoint, hosted=True)
+    async def host(name: str, port: int) -> Meeting:
+        etcd = await EmbeddedEtcd.start(processes, node_dir, _listening_address(name), port)
+        address, port = split_host_port(etcd.endpoint)
+        return Meeting(join_host_port(LOOPBACK if address in ANY else address, port), hosted=True)
 
     endpoint = wanted.endpoint
     if endpoint is None:

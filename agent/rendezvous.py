@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import json
 import os
 import uuid
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from tenplexrun.core.rounds import Member, round_from_json, to_json
 from tenplexrun.errors import CompareFailedError, UsageError
 from tenplexrun.ports import Coordination, Lease
+
+Gone = Callable[[str], Awaitable[bool]]
 
 
 def run_folder(run_id: str) -> str:
@@ -21,6 +25,12 @@ def run_folder(run_id: str) -> str:
 def current_key(run_id: str) -> str:
     """Key whose value names the run's current epoch."""
     return f"{run_folder(run_id)}/current"
+
+
+async def run_ids(coordination: Coordination) -> list[str]:
+    """Names of all runs that there are records of."""
+    keys = await coordination.list("runs")
+    return sorted(key.split("/")[1] for key in keys if key.endswith("/current"))
 
 
 async def current_epoch(coordination: Coordination, run_id: str) -> str | None:
@@ -38,13 +48,18 @@ async def current_epoch(coordination: Coordination, run_id: str) -> str | None:
     return folder
 
 
-async def join_run(coordination: Coordination, run_id: str, member: Member, ttl_s: float) -> tuple[str, Lease]:
-    """Become a member of the run's open epoch, or of a new one. Returns the epoch's folder and the member's lease."""
+async def join_run(
+    coordination: Coordination, run_id: str, member: Member, ttl_s: float, gone: Gone | None = None
+) -> tuple[str, Lease]:
+    """Become a member of the run's open epoch, or of a new one. Returns the epoch's folder and the member's lease.
+
+    `gone`: whether nobody listens at a member's link any more. A run of which that is true for all has been killed.
+    """
     document = json.dumps(to_json(member))
     while True:
         seen = await coordination.get(current_key(run_id))
         folder = await current_epoch(coordination, run_id)
-        if folder is not None:
+        if folder is not None and not await _is_dead(coordination, folder, gone):
             lease = await coordination.hold(f"{folder}/members/{member.node}", document, ttl_s)
             if await current_epoch(coordination, run_id) == folder:
                 return folder, lease
@@ -62,6 +77,12 @@ async def join_run(coordination: Coordination, run_id: str, member: Member, ttl_
             return folder, lease
         except CompareFailedError:
             await lease.release()
+
+
+async def _is_dead(coordination: Coordination, folder: str, gone: Gone | None) -> bool:
+    members = await coordination.list(f"{folder}/members")
+    links = [str(json.loads(found.value)["link"]) for found in members.values()]
+    return gone is not None and all(await asyncio.gather(*map(gone, links)))
 
 
 async def leave_run(coordination: Coordination, folder: str, lease: Lease) -> bool:

@@ -65,7 +65,8 @@ class Session:
         self._digest = ""
         self._sealed: dict[int, int] = {}  # slot by step, until sealed
         self._values: dict[int, dict[str, Any]] = {}
-        self._sealed_step = NONE
+        self._sealing_step = self._sealed_step = NONE
+        self._seal: asyncio.Task[None] | None = None
         self._views: dict[tuple[int, str], asyncio.Future[str]] = {}
         self._restored: asyncio.Task[Restored] | None = None
         self._starting: asyncio.Task[None] | None = None
@@ -102,7 +103,7 @@ class Session:
             self._workers.started(pids)
             services.events.emit("spawned", round=number, began=started, seconds=time.time() - started, pids=pids)
         except TenplexError as error:
-            self._fail(Failure(self._node, services.host, self._mine.first_rank, 0, 0, 1, time.time(), (str(error),)))
+            self._fail_here("start of the workers", error)
 
     async def _show_data(self) -> dict[int, str]:
         """With --data: the view of each dp rank of this node, before its workers start."""
@@ -121,7 +122,7 @@ class Session:
         if op == "restore":
             return (await self._restoring()).to_json()
         if op == "sealed":
-            await self._on_sealed(int(args["step"]), int(args["slot"]), args.get("values"))
+            self._on_sealed(int(args["step"]), int(args["slot"]), args.get("values"))
             return {}
         if op == "view":
             return {"dir": await self._show(args["order"], self._coord(local_rank)["dp"])}
@@ -145,17 +146,26 @@ class Session:
             raise LayoutError("two ranks of this node declare different layouts of the job's state")
         return await asyncio.shield(self._slots)
 
-    async def _on_sealed(self, step: int, slot: int, values: dict[str, Any] | None) -> None:
+    def _on_sealed(self, step: int, slot: int, values: dict[str, Any] | None) -> None:
         """A rank has written its part. When the last of this node has, the store makes it a snapshot."""
         if values is not None:
             self._values[step] = values
         self._sealed.setdefault(step, slot)
-        if step <= self._sealed_step or self._page.all_sealed() < step or step not in self._values:
+        if step <= self._sealing_step or self._page.all_sealed() < step or step not in self._values:
             return
-        self._sealed_step, number = step, self.round.number
-        await self._services.store.seal(number, step, self._sealed.pop(step), self._values.pop(step))
-        self._services.links.report(number, step)
-        self._services.events.emit("sealed", round=number, step=step)
+        self._sealing_step = step
+        # A task of the session: the connection that brought the last word may end with its worker.
+        self._seal = asyncio.ensure_future(self._make_snapshot(step, self._sealed.pop(step), self._values.pop(step)))
+
+    async def _make_snapshot(self, step: int, slot: int, values: dict[str, Any]) -> None:
+        try:
+            await self._services.store.seal(self.round.number, step, slot, values)
+        except TenplexError as error:
+            self._fail_here(f"snapshot of step {step}", error)
+            return
+        self._sealed_step = step
+        self._services.links.report(self.round.number, step)
+        self._services.events.emit("sealed", round=self.round.number, step=step)
 
     async def _show(self, order: Mapping[str, Any], dp_rank: int) -> str:
         held = [holding for source in (self.round.sources or {}).values() for holding in source.holdings]
@@ -170,7 +180,11 @@ class Session:
 
     async def committed(self, step: int) -> None:
         """Every node has sealed `step` of this round."""
-        await self._services.store.commit(self.round.number, step)
+        try:
+            await self._services.store.commit(self.round.number, step)
+        except TenplexError as error:
+            self._fail_here(f"commit of step {step}", error)
+            return
         self._page.committed = step
         self._services.events.emit("committed", round=self.round.number, step=step)
 
@@ -193,6 +207,8 @@ class Session:
         for task in filter(None, [self._starting, self._restored]):
             task.cancel()
         await self._workers.stop(order, self._leave)
+        if self._seal is not None:
+            await asyncio.wait([self._seal])  # what was written whole must be in the inventory
         await self._services.pool.sweep()
         await self._services.logs.close_round(self.round.number)
         with contextlib.suppress(TenplexError):
@@ -219,6 +235,12 @@ class Session:
             self._fail(self._failure(end))
         elif not self._workers:
             self._put(WorkersEnded(self.round.number, None, self._newest_commit()))
+
+    def _fail_here(self, what: str, error: TenplexError) -> None:
+        """Something that the workers wait for has failed on this node: nobody would ever wake them."""
+        lines = (f"{what} on node {self._node}: {error}",)
+        rank, code = self._mine.first_rank, error.exit_code
+        self._fail(Failure(self._node, self._services.host, rank, 0, 0, code, time.time(), lines))
 
     def _failure(self, end: End) -> Failure:
         rank, exit_ = self._mine.first_rank + end.local_rank, end.exit

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from tenplexrun import explain
 from tenplexrun.agent.etcd_v2 import EtcdV2
-from tenplexrun.agent.rendezvous import current_epoch
+from tenplexrun.agent.rendezvous import current_epoch, run_ids
 from tenplexrun.core import report, rounds
 from tenplexrun.core.rounds import Request, Round
 from tenplexrun.errors import RendezvousTimeoutError, TenplexError, UsageError
@@ -42,7 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     def job_command(name: str, text: str, run: Any) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
         command.add_argument("--rdzv-endpoint", required=True, metavar="HOST:PORT", help="the job's etcd")
-        command.add_argument("--rdzv-id", default="none", metavar="ID", help="name of the job")
+        command.add_argument("--rdzv-id", metavar="ID", help="name of the job (default: the only one)")
         command.set_defaults(run=run)
         return command
 
@@ -112,9 +112,14 @@ def _resize(args: argparse.Namespace) -> int:
 async def _with_job(args: argparse.Namespace, work: Any) -> Any:
     coordination = EtcdV2([args.rdzv_endpoint])
     try:
-        folder = await current_epoch(coordination, args.rdzv_id)
-        if folder is None:
-            raise UsageError(f"no job {args.rdzv_id!r} runs at {args.rdzv_endpoint}; name it with --rdzv-id")
+        names = [args.rdzv_id] if args.rdzv_id else await run_ids(coordination)
+        folders = [folder for name in names if (folder := await current_epoch(coordination, name)) is not None]
+        if len(folders) != 1:
+            what = f"no job {args.rdzv_id!r} runs" if args.rdzv_id else f"{len(folders)} jobs run"
+            raise UsageError(
+                f"{what} at {args.rdzv_endpoint}; name it with --rdzv-id ({', '.join(names) or 'none here'})"
+            )
+        [folder] = folders
         return await work(coordination, folder)
     finally:
         await coordination.close()

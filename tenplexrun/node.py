@@ -66,7 +66,8 @@ class Node:
             store_address = channel.join_host_port(host, await store.hello())
             shown = await view.hello()
             self.events.say(
-                f"etcd at {meeting.endpoint}; data shown by {shown['mode']} ({shown['reason']}); {self._limits()}"
+                f"run {spec.run_id}, etcd at {meeting.endpoint}; data shown by {shown['mode']} ({shown['reason']}); "
+                f"{self._limits()}"
             )
             self.events.emit(
                 "started", pid=os.getpid(), endpoint=meeting.endpoint, view=shown["mode"], dir=str(self.node_dir)

@@ -23,7 +23,9 @@ from tenplexrun.errors import LayoutError, StateLostError
 ALGORITHM = 2
 """Of this planner; nodes that plan parts of one round need the same."""
 
-SPLIT_BYTES = 1 << 20
+SPLIT_BYTES = 1 << 18
+"""Least size of a part of a region that replicas share in sending: below, a request of its own costs more than it
+saves."""
 
 Holders = Mapping[str, Boxes]
 """For each living node the regions that it holds of the snapshot to restore."""

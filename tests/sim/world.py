@@ -135,6 +135,8 @@ class World:
             node.hold = item.hold if item.hold is not None else node.hold
             node.due.append(lc.Held(item.round, item.hold, node.step if node.live is not None else None))
         elif isinstance(item, lc.AwaitParked):
+            if node.live is None:
+                return  # stopped meanwhile
             done = node.step >= item.hold
             node.due.append(lc.Parked(item.round) if done else item)
             if not done:
