@@ -1,6 +1,6 @@
 """A plain DDP script: it knows neither tenplexrun nor a checkpoint. Prints the final loss.
 
-With --stamps FILE every rank appends a line of JSON after its first optimizer step and after its last one.
+With --stamps FILE every rank appends a line of JSON after its first optimizer step, and after every --stamp-every.
 """
 
 import argparse
@@ -25,23 +25,23 @@ def main():
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--pause", type=float, default=0.0, help="seconds between steps")
     parser.add_argument("--stamps")
+    parser.add_argument("--stamp-every", type=int, default=1 << 40)
     args = parser.parse_args()
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 1)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     data = torch.Generator().manual_seed(1 + dist.get_rank())
-    began = time.perf_counter()
     for step in range(args.steps):
         x = torch.randn(32, 64, generator=data)
         loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        if step == 0:
-            stamp(args.stamps, step=0)
-        time.sleep(args.pause)
-    stamp(args.stamps, step=args.steps, seconds=time.perf_counter() - began)
+        if step % args.stamp_every == 0:
+            stamp(args.stamps, step=step)
+        if args.pause:
+            time.sleep(args.pause)
     total = loss.detach().clone()
     dist.all_reduce(total)
     if dist.get_rank() == 0:
