@@ -81,7 +81,7 @@ def boxes(merged: Sequence[Sequence[Run]]) -> tuple[Region, ...]:
 def joined(boxes: Sequence[Region]) -> tuple[Region, ...]:
     """Disjoint boxes with neighbours put together, dim by dim, sorted."""
     found = sorted(set(boxes))
-    for dim in range(len(found[0].lengths) if found else 0):
+    for dim in reversed(range(len(found[0].lengths) if found else 0)):
         # neighbours along `dim` are next to each other when all else is compared first
         found.sort(key=lambda box: (_without(box.offsets, dim), _without(box.lengths, dim), box.offsets[dim]))
         together: list[Region] = []

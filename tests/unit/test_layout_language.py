@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from tenplexrun.core.layout import Buffer, Flat, Layout, Order, Pad, Shard, Stage, Stages, TensorSpec
+from tenplexrun.core.local import joined
 from tenplexrun.core.parallel import ParallelConfig
-from tenplexrun.core.planner import NodePlan, ReconfigurationPlan, plan
+from tenplexrun.core.planner import Fetch, NodePlan, ReconfigurationPlan, plan
 from tenplexrun.core.ptc import PTC
 from tenplexrun.core.regions import Region
 from tenplexrun.core.sources import CopyIndex
@@ -173,3 +174,17 @@ def test_a_fetch_of_what_is_not_needed_is_refused() -> None:
     whole = plan(double, {"a": {"w": (Region((0,), (4,)),)}})
     assert whole.num_bytes == 16
     validate(whole, double, holders)
+
+
+def test_a_box_over_two_needed_regions_is_needed() -> None:
+    layout = Layout((TensorSpec("w", (4,), "float32", (Shard(0, "tp"),)),))
+    target = PTC(layout, ParallelConfig(tp=2), ("b", "b"))
+    holders = {"a": {"w": (Region((0,), (4,)),)}}
+    part = NodePlan("b", (Fetch("w", "a", Region((0,), (4,)), 16),), 16, 0)
+    validate(ReconfigurationPlan({"b": part}), target, holders)
+
+
+def test_neighbours_are_put_together() -> None:
+    rows = [Region((1, 0), (1, 4)), Region((0, 0), (1, 2)), Region((0, 2), (1, 2)), Region((3, 0), (1, 4))]
+    assert joined(rows) == (Region((0, 0), (2, 4)), Region((3, 0), (1, 4)))
+    assert joined([]) == ()
