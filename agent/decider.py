@@ -97,7 +97,7 @@ class Decider:
         if decision.reason != self._reason:
             self._reason = decision.reason
             self._events.emit("decision", reason=decision.reason)
-            if decision.wake_at is not None or decision.round is not None:
+            if decision.tell:
                 self._events.say(decision.reason)
         try:
             await self._act(decision, view)
