@@ -71,12 +71,6 @@ def flat(dims: Sequence[Sequence[Run]], low: int, high: int, place: int, length:
     return Local((length,), tuple(parts))
 
 
-def regions(dims: Sequence[Sequence[Run]]) -> tuple[Region, ...]:
-    """The fewest boxes of the stored array's canonical indices, sorted; none where it is empty."""
-    merged = [merge(runs) for runs in dims]
-    return boxes(merged)
-
-
 def boxes(merged: Sequence[Sequence[Run]]) -> tuple[Region, ...]:
     """All boxes with one interval a dim, sorted where the intervals of each dim are."""
     if all(len(runs) == 1 for runs in merged):

@@ -36,7 +36,8 @@ class Outcome:
 class Driver:
     """Its event loop runs in a thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, **options: Any) -> None:
+        self._options = options  # of the pool
         self.node_dir = Path(tempfile.mkdtemp(prefix="tenplexrun-test-", dir="/dev/shm"))
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
@@ -49,7 +50,7 @@ class Driver:
             raise
 
     async def _start(self) -> Pool:
-        pool = Pool(self.processes, Command("script", ("none.py",), "/"))
+        pool = Pool(self.processes, Command("script", ("none.py",), "/"), **self._options)
         await pool.start()
         await pool.ready()
         return pool
@@ -154,6 +155,34 @@ def light_driver(without_torch: None) -> Iterator[Driver]:
 @pytest.fixture(scope="module")
 def driver() -> Iterator[Driver]:
     driver = Driver()
+    yield driver
+    driver.close()
+
+
+@pytest.fixture
+def new_cold_driver() -> Iterator[Driver]:
+    driver = Driver(cold=True)
+    yield driver
+    driver.close()
+
+
+@pytest.fixture
+def new_learning_driver(without_torch: None) -> Iterator[tuple[Driver, list[Sequence[str]]]]:
+    """And what its pool says it has learnt."""
+    learnt: list[Sequence[str]] = []
+    driver = Driver(on_learnt=lambda modules, refused: learnt.append(modules))
+    yield driver, learnt
+    driver.close()
+
+
+@pytest.fixture
+def preloading_driver(without_torch: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "spoils_forks.py").write_text(
+        "import threading, time; threading.Thread(target=time.sleep, args=(600,), daemon=True).start()"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{os.environ['PYTHONPATH']}:{tmp_path / 'more'}")
+    driver = Driver(preload=["spoils_forks", "not_there_at_all", "iniconfig"])
     yield driver
     driver.close()
 

@@ -184,5 +184,13 @@ def test_interrupt_ends_the_job_with_130(tmp_path: Path, cluster: Cluster) -> No
 
 
 def test_help_needs_no_torch() -> None:
-    code = "import sys; from tenplexrun import cli, ctl, flags; flags.parser(); assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd="/", env={**os.environ, "PYTHONPATH": ""})
+    code = (
+        "import sys; from tenplexrun import cli\n"
+        "try: cli.main(['--help'])\n"
+        "finally: print('slow:', {'torch', 'numpy', 'asyncio'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd="/", check=True)
+    assert "--nproc-per-node" in done.stdout
+    assert done.stdout.endswith("slow: set()\n")
+    imported = "import sys; from tenplexrun import ctl, launcher, node; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", imported], check=True, cwd="/")

@@ -213,8 +213,104 @@ def test_multiprocessing_of_every_kind(driver: Any, tmp_path: Path, env: dict[st
         "        with mp.get_context(method).Pool(1) as pool:\n"
         "            print(method, pool.map(square, range(4)))\n"
         "    from torch.utils.data import DataLoader\n"
-        "    print([batch.tolist() for batch in DataLoader(Squares(), batch_size=4, num_workers=2)])\n"
+        "    for method in ('fork', 'spawn', 'forkserver'):\n"
+        "        loader = DataLoader(Squares(), batch_size=4, num_workers=2, multiprocessing_context=method)\n"
+        "        print(method, [batch.tolist() for batch in loader])\n"
     )
     [outcome] = driver.run(Command("script", ("mp.py",), str(tmp_path)), [env])
     lines = [f"{method} [0, 1, 4, 9]" for method in ("fork", "spawn", "forkserver")]
-    assert (outcome.code, outcome.out.splitlines()) == (0, [*lines, "[[0, 1, 4, 9], [16, 25, 36, 49]]"])
+    lines += [f"{method} [[0, 1, 4, 9], [16, 25, 36, 49]]" for method in ("fork", "spawn", "forkserver")]
+    assert (outcome.code, outcome.out.splitlines()) == (0, lines), outcome.err
+
+
+def test_torch_compile_compiles(driver: Any, tmp_path: Path, env: dict[str, str]) -> None:
+    (tmp_path / "compiled.py").write_text(
+        "import torch\n"
+        "@torch.compile\n"
+        "def f(x):\n"
+        "    return torch.sin(x) ** 2 + torch.cos(x) ** 2\n"
+        "x = torch.randn(1000, requires_grad=True)\n"
+        "y = f(x)\n"
+        "y.sum().backward()\n"
+        "print(torch.allclose(y, torch.ones(1000)), x.grad.abs().max().item() < 1e-5)\n"
+        "print(torch._dynamo.utils.counters['stats']['unique_graphs'])\n"
+    )
+    cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
+    [outcome] = driver.run(Command("script", ("compiled.py",), str(tmp_path)), [{**env, **cache}])
+    assert (outcome.code, outcome.out) == (0, "True True\n1\n"), outcome.err
+
+
+def test_stdin_faulthandler_and_late_environment(driver: Any, tmp_path: Path, env: dict[str, str]) -> None:
+    """What a script may do with its own process, as in a fresh interpreter."""
+    (tmp_path / "own.py").write_text(
+        "import faulthandler, os, signal, sys\n"
+        "print(sys.stdin.fileno(), sys.stdin.isatty(), os.path.samestat(os.fstat(0), os.stat('/dev/null')))\n"
+        "faulthandler.register(signal.SIGUSR2, file=sys.stderr)\n"
+        "os.kill(os.getpid(), signal.SIGUSR2)\n"
+        "os.environ['CUDA_VISIBLE_DEVICES'] = '3'\n"
+        "import torch\n"
+        "print(torch.cuda._parse_visible_devices(), torch.cuda.is_initialized())\n"
+        "faulthandler.enable()\n"
+        "import ctypes; ctypes.string_at(0)\n"
+    )
+    [outcome] = driver.run(Command("script", ("own.py",), str(tmp_path)), [env])
+    first, second = outcome.out.splitlines()
+    assert first.startswith("0 ")
+    assert second == "[3] False"
+    assert outcome.code == -11
+    assert outcome.err.count("most recent call first") == 2
+    assert "Segmentation fault" in outcome.err
+
+
+def test_cold_workers_are_fresh_interpreters(new_cold_driver: Any, tmp_path: Path, env: dict[str, str]) -> None:
+    (tmp_path / "cold.py").write_text(
+        "import sys; print('torch' in sys.modules, sys.orig_argv, sys.argv, __file__)\n"
+        "import os; os.environ['OMP_NUM_THREADS'] = '2'; import torch; print(torch.get_num_threads())\n"
+        "import torch.distributed as dist; dist.init_process_group('gloo'); print(dist.get_world_size()); sys.exit(5)\n"
+    )
+    driver = new_cold_driver
+    port = driver.do(driver.pool.listen("127.0.0.1"))
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    command = Command("script", ("cold.py", "a b"), str(tmp_path))
+    [outcome] = driver.run(command, [{**env, **address, **rank}], host_store=True)
+    assert outcome.code == 5, outcome.err
+    assert outcome.out.splitlines()[0].startswith("False ")
+    assert outcome.out.splitlines()[0].endswith(
+        "'-u', 'cold.py', 'a b'] ['cold.py', 'a b'] " + str(tmp_path / "cold.py")
+    )
+    assert outcome.out.splitlines()[1:] == ["2", "1"]
+
+
+def test_late_imports_are_learnt_for_the_next_round(
+    new_learning_driver: Any, tmp_path: Path, env: dict[str, str]
+) -> None:
+    """Of site-packages; what the user has beside the script stays the user's, under the same name, too."""
+    (tmp_path / "pluggy.py").write_text("WHOSE = 'mine'")
+    (tmp_path / "late.py").write_text(
+        "import sys, time\n"
+        "print('iniconfig' in sys.modules, 'pluggy' in sys.modules)\n"
+        "import iniconfig, pluggy\n"
+        "print(pluggy.WHOSE)\n"
+        "time.sleep(600 if sys.argv[1:] else 0)\n"
+    )
+    driver, learnt = new_learning_driver
+    driver.spawn(Command("script", ("late.py", "stay"), str(tmp_path)), [env, env])
+    driver.until(lambda: bool(learnt), "something has been learnt")
+    driver.do(driver.pool.sweep())
+    for _ in range(2):
+        driver.exit()
+    [outcome] = driver.run(Command("script", ("late.py",), str(tmp_path)), [env])
+    assert (outcome.code, outcome.out) == (0, "True False\nmine\n"), outcome.err
+    assert "pluggy" not in learnt[-1]
+
+
+def test_a_preload_that_would_spoil_forks_is_refused(
+    preloading_driver: Any, tmp_path: Path, env: dict[str, str]
+) -> None:
+    driver = preloading_driver
+    assert driver.pool.failed_imports.keys() >= {"spoils_forks", "not_there_at_all"}
+    assert driver.pool.failed_imports["spoils_forks"] == "starts threads"
+    (tmp_path / "which.py").write_text("import sys; print([n in sys.modules for n in ('iniconfig', 'spoils_forks')])")
+    [outcome] = driver.run(Command("script", ("which.py",), str(tmp_path)), [env])
+    assert outcome.out == "[True, False]\n"
