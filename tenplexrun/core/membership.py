@@ -142,15 +142,16 @@ def _watch(view: View, round_: Round, settings: Settings, now: float) -> Decisio
 
 
 def _after_failure(view: View, round_: Round, settings: Settings, failure: Failure) -> Decision:
-    if round_.failures >= settings.max_restarts and len(round_.participants) == 1:
-        return _end(round_, _spent(failure, settings), view.wall)
     cause = Cause("worker_failed", failure.describe(), failure.at)
     failed = replace(round_, failures=round_.failures + 1, first_failure=failure)
     unproven = round_.fallback
     if unproven is not None and all(ack.committed is None for ack in view.acks.values()):
-        # The layout was somebody's wish and never got as far as a snapshot: go back to the one that worked.
-        failed = replace(failed, sizes=unproven, fallback=None)
-        cause = replace(cause, detail=f"{cause.detail}; back to {unproven}, the layout asked for never ran")
+        # The layout was somebody's wish and never got as far as a snapshot: go back to the one that worked, free.
+        back = f"{cause.detail}; back to {unproven}, the layout asked for never ran"
+        failed = replace(round_, sizes=unproven, fallback=None, first_failure=failure)
+        return _regather(view, failed, Cause("resize", back, failure.at), Stop("now"))
+    if round_.failures >= settings.max_restarts and len(round_.participants) == 1:
+        return _end(round_, _spent(failure, settings), view.wall)
     return _regather(view, failed, cause, Stop("now"))
 
 
@@ -177,7 +178,9 @@ def _on_request(view: View, round_: Round, settings: Settings, request: Request)
     if why is not None or selection is None:
         return Decision(f"resize refused: {why}", answers={request.id: f"refused: {why}"}, tell=True)
     if selection.parallel == round_.parallel:
-        return Decision("resize: nothing to change", answers={request.id: "accepted: this is the layout already"})
+        return Decision(
+            "resize: nothing to change", answers={request.id: f"unchanged: the job runs at {round_.parallel} already"}
+        )
     wish = " ".join(f"{axis}={size}" for axis, size in (request.sizes or {}).items())
     cause = Cause("resize", f"asked for {wish}", view.wall)
     changed = replace(round_, sizes=sizes, fallback=round_.sizes)
