@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 SOURCES := $(shell find tenplexrun agent store vfs -name '*.py' 2>/dev/null | sort)
 PACKAGES := fuse3 libfuse3-dev pkg-config gcc python3-dev python3-venv iproute2
 
-.PHONY: demo test test-slow lint setup clean
+.PHONY: demo test test-slow coverage lint setup clean
 
 demo: setup
 	$(BIN)/python examples/demo.py
@@ -15,6 +15,17 @@ test: lint
 
 test-slow: setup
 	$(BIN)/pytest -m slow
+
+# 100 % of the branches of the planner and the layout language.
+PLANNER := balance,layout,local,ops,placement,planner,ptc,ranges,replicas,shared,sources,spec,stages,validation
+comma := ,
+coverage: export COVERAGE_FILE := build/coverage
+coverage: setup
+	$(BIN)/coverage run --branch --include='*/core/$(subst $(comma),.py$(comma)*/core/,$(PLANNER)).py' $(BIN)/pytest -q \
+	  tests/unit/test_layout.py tests/unit/test_layout_language.py tests/unit/test_planner.py tests/unit/test_explain.py \
+	  tests/unit/test_docs_layouts.py tests/unit/test_cases_state.py tests/property/test_placement.py \
+	  tests/property/test_layout.py tests/property/test_validation.py
+	$(BIN)/coverage report -m --fail-under=100
 
 lint: setup
 	$(BIN)/ruff check .

@@ -131,18 +131,20 @@ class Agent:
             self._session = self._desk.session = None
         self._member = replace(self._member, node=uuid.uuid4().hex[:8])
         self._machine = Lifecycle(self._member.node)
-        self._services.links.node = self._services.events.node = self._member.node
+        await self._services.links.rename(self._member.node)
+        self._services.events.node = self._member.node
         try:
             await self._persistently(self._join)
         except TenplexError as error:
             self._finish(Verdict(error.exit_code, str(error)))
 
     async def _close(self) -> None:
-        for task in [*self._tasks]:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._session is not None:
             await self._session.stop(lc.StopWorkers(self._session.round.number, "kill"))
+        for task in [*self._tasks]:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait([*self._tasks], timeout=LEAVE_TIMEOUT_S)
         if self._lease is not None:
             with contextlib.suppress(TenplexError, asyncio.TimeoutError):
                 await asyncio.wait_for(self._leave(self._lease), LEAVE_TIMEOUT_S)
@@ -212,7 +214,8 @@ class Agent:
         if self._signals.urgent or self._machine.round is None:
             self._finish(Verdict(code, f"ended by {signum.name}"))
             return
-        ends = signum in ENDING_THE_JOB
+        # A node that hosts the store takes it along, and with it whatever the others could agree on.
+        ends = signum in ENDING_THE_JOB or self._launch.hosts_store
         self._services.events.say(f"{signum.name}: " + ("the job ends" if ends else "this node leaves"))
         node = self._member.node
         if ends:

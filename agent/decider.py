@@ -19,6 +19,7 @@ from tenplexrun.ports import Coordination, KeyValue, Lease
 
 FetchLayout = Callable[[str, Sequence[str]], Awaitable[dict[str, Any]]]
 RETRY_S = 0.5
+RELEASE_S = 3.0
 
 
 class Decider:
@@ -51,7 +52,10 @@ class Decider:
                 try:
                     await self._reign(lease, link)
                 finally:
-                    await lease.release()
+                    with contextlib.suppress(
+                        CoordinationError, asyncio.TimeoutError
+                    ):  # a cancellation must not be lost
+                        await asyncio.wait_for(lease.release(), RELEASE_S)
             except CoordinationError as error:
                 self._events.emit("decider_trouble", message=str(error))
                 await asyncio.sleep(RETRY_S)
@@ -97,7 +101,7 @@ class Decider:
         if decision.reason != self._reason:
             self._reason = decision.reason
             self._events.emit("decision", reason=decision.reason)
-            if decision.wake_at is not None or decision.round is not None:
+            if decision.tell:
                 self._events.say(decision.reason)
         try:
             await self._act(decision, view)

@@ -203,7 +203,7 @@ class Servers:
         if isinstance(error, etcd.EtcdInsufficientPermissions):
             return f"the etcd at {self._names} refuses this user; check user name, password and role: {error}"
         if _may_pass(error):
-            return f"cannot reach etcd at {self._names}; is it running, and reachable from here? ({error})"
+            return f"cannot reach etcd at {self._names}; is it running, and reachable from here?"
         return f"the etcd at {self._names} refuses: {error}"
 
 

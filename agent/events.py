@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tenplexrun.errors import UsageError
+
 
 class EventLog:
     """Writes events of one node: `{"t": Unix seconds, "node", "event", ...}`, one a line, to `path`, and if
@@ -17,8 +19,11 @@ class EventLog:
         self.node, self._on_stderr = node, on_stderr
         self._file = None
         if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("a", buffering=1, encoding="utf-8")
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = path.open("a", buffering=1, encoding="utf-8")
+            except OSError as error:
+                raise UsageError(f"cannot write events to {path}: {error.strerror}; see --events, --log-dir") from None
 
     def emit(self, event: str, /, **fields: Any) -> None:
         if self._file is None and not self._on_stderr:

@@ -99,6 +99,14 @@ class Links:
             self._follower.cancel()
         self._follower = asyncio.ensure_future(self._keep(decider))
 
+    async def rename(self, node: str) -> None:
+        """Go on as another node, which has reported nothing yet: the decider must hear the name again."""
+        self.node, self._last_report, self._followed = node, None, None
+        if self._follower is not None:
+            self._follower.cancel()
+        if self._decider is not None:
+            await self._decider.close()
+
     def report(self, round_number: int, step: int) -> None:
         """This node has sealed its part of a snapshot. Said again to whoever decides later."""
         self._last_report = {"round": round_number, "step": step}
@@ -134,7 +142,7 @@ class Links:
 
     async def _serve(self, link: Channel, op: str, args: dict[str, Any]) -> dict[str, Any] | None:
         if op == "hello":
-            if not hmac.compare_digest(str(args.get("token", "")), self._token):
+            if not hmac.compare_digest(str(args.get("token", "")).encode(), self._token.encode()):
                 raise WireError("this job's token is missing or wrong; all nodes need the same --secret-file")
             self._peers[link] = _Peer(str(args["node"]), str(args["link"]))
             self._spawn(self._until_closed(link))

@@ -14,7 +14,7 @@ from typing import Protocol
 from tenplexrun.agent.embedded import EmbeddedEtcd, reachable
 from tenplexrun.agent.processes import Processes
 from tenplexrun.channel import join_host_port, split_host_port
-from tenplexrun.errors import CoordinationError, ProcessError
+from tenplexrun.errors import CoordinationError, ProcessError, UsageError
 
 LOOPBACK = "127.0.0.1"
 ANY = ("0.0.0.0", "::")
@@ -26,6 +26,7 @@ RETRY_S = 0.3
 def own_host(endpoint: str | None, local_addr: str | None) -> str:
     """The address that others reach this node by: as given, else the one that leads to the endpoint."""
     if local_addr is not None:
+        _must_be_here(local_addr)
         return local_addr
     if endpoint is None:
         return LOOPBACK
@@ -38,6 +39,15 @@ def own_host(endpoint: str | None, local_addr: str | None) -> str:
     except OSError as error:
         raise CoordinationError(f"no route to the rendezvous endpoint {endpoint}: {error}") from None
     return _outward_address() or found if _is_named_loopback(host) else found
+
+
+def _must_be_here(address: str) -> None:
+    try:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind((address, 0))
+    except OSError as error:
+        raise UsageError(f"--local-addr {address} is no address of this machine: {error.strerror or error}") from None
 
 
 def _is_named_loopback(host: str) -> bool:

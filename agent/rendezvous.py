@@ -33,14 +33,17 @@ async def run_ids(coordination: Coordination) -> list[str]:
     return sorted(key.split("/")[1] for key in keys if key.endswith("/current"))
 
 
-async def current_epoch(coordination: Coordination, run_id: str) -> str | None:
-    """Folder of the epoch that is open now: members live in it, and its last round has not ended."""
+async def current_epoch(coordination: Coordination, run_id: str, own: str = "") -> str | None:
+    """Folder of the epoch that is open now: members live in it, and its last round has not ended.
+
+    `own`: the folder of a caller that was a member. It is open without members, too: they were all taken for dead.
+    """
     current = await coordination.get(current_key(run_id))
     if current is None:
         return None
     folder = f"{run_folder(run_id)}/{json.loads(current.value)['epoch']}"
     content = await coordination.list(folder)
-    if not any(key.startswith(f"{folder}/members/") for key in content):
+    if folder != own and not any(key.startswith(f"{folder}/members/") for key in content):
         return None
     round_ = content.get(f"{folder}/round")
     if round_ is not None and round_from_json(json.loads(round_.value)).phase == "ended":
@@ -49,17 +52,18 @@ async def current_epoch(coordination: Coordination, run_id: str) -> str | None:
 
 
 async def join_run(
-    coordination: Coordination, run_id: str, member: Member, ttl_s: float, gone: Gone | None = None
+    coordination: Coordination, run_id: str, member: Member, ttl_s: float, gone: Gone | None = None, own: str = ""
 ) -> tuple[str, Lease]:
     """Become a member of the run's open epoch, or of a new one. Returns the epoch's folder and the member's lease.
 
     `gone`: whether nobody listens at a member's link any more. A run of which that is true for all has been killed.
+    `own`: the folder of a node that was fenced out and comes back.
     """
     document = json.dumps(to_json(member))
     while True:
         seen = await coordination.get(current_key(run_id))
-        folder = await current_epoch(coordination, run_id)
-        if folder is not None and not await _is_dead(coordination, folder, gone):
+        folder = await current_epoch(coordination, run_id, own)
+        if folder is not None and (folder == own or not await _is_dead(coordination, folder, gone)):
             lease = await coordination.hold(f"{folder}/members/{member.node}", document, ttl_s)
             if await current_epoch(coordination, run_id) == folder:
                 return folder, lease

@@ -81,12 +81,11 @@ class Session:
 
     async def _start(self) -> None:
         services, number = self._services, self.round.number
+        specs: list[WorkerSpec] = []
         try:
-            base = dict(os.environ)
             data_dirs = await self._show_data()
-            specs = []
             for local_rank in range(self._mine.num_workers):
-                env = worker_env(base, self.round, self._node, local_rank, services.facts)
+                env = worker_env(os.environ, self.round, self._node, local_rank, services.facts)
                 env["TORCHELASTIC_ERROR_FILE"] = error_file.make(self._error_path(local_rank))
                 if data_dirs:
                     env["TENPLEX_DATA_DIR"] = data_dirs[self._coord(local_rank)["dp"]]
@@ -94,16 +93,17 @@ class Session:
                 out, err = services.logs.open(number, rank, local_rank, self._mine.role)
                 specs.append(WorkerSpec(local_rank, env, out, err))
             started = time.time()
-            try:
-                pids = await services.pool.spawn(specs, host_store=self._mine.first_rank == 0)
-            finally:
-                for spec in specs:
-                    os.close(spec.stdout_fd)
-                    os.close(spec.stderr_fd)
+            pids = await services.pool.spawn(specs, host_store=self._mine.first_rank == 0)
             self._workers.started(pids)
             services.events.emit("spawned", round=number, began=started, seconds=time.time() - started, pids=pids)
         except TenplexError as error:
             self._fail_here("start of the workers", error)
+        except OSError as error:
+            self._fail_here("start of the workers", ProcessError(f"{error.filename or 'no file'}: {error.strerror}"))
+        finally:
+            for spec in specs:
+                os.close(spec.stdout_fd)
+                os.close(spec.stderr_fd)
 
     async def _show_data(self) -> dict[int, str]:
         """With --data: the view of each dp rank of this node, before its workers start."""

@@ -120,24 +120,34 @@ class Cluster:
         return max((int(event["step"]) for event in self.events(kind="committed")), default=0)
 
     def wait(self, condition: Callable[[], Any], what: str) -> Any:
-        """Poll until the condition gives something. Raises ClusterError when a node ends first, or time runs out."""
-        deadline = time.monotonic() + self.patience_s
+        """Poll until the condition gives something. Raises ClusterError when a node ends first, or nothing happens
+        any more."""
+        deadline, size = time.monotonic() + self.patience_s, 0
         while not (found := condition()):
             for name, process in self.agents.items():
                 if process.poll() is not None and not (found := condition()):
                     log = self.out / f"{name}.log"
                     raise ClusterError(f"node {name} ended with {process.returncode} before {what}; see {log}")
+            if size != (size := self._written()):
+                deadline = time.monotonic() + self.patience_s
             if time.monotonic() > deadline:
-                raise ClusterError(f"waited {self.patience_s:.0f} s in vain for {what}; see the logs in {self.out}")
+                raise ClusterError(f"waited in vain for {what}; at step {self.committed()}, see the logs in {self.out}")
             time.sleep(0.1)
         return found
 
     def exit_code(self, name: str) -> int:
         """Wait for a node to end."""
+        others, process = dict(self.agents), self.agents[name]
+        self.agents = {}  # these may end meanwhile
         try:
-            return self.agents[name].wait(timeout=self.patience_s)
-        except subprocess.TimeoutExpired:
-            raise ClusterError(f"node {name} did not end within {self.patience_s:.0f} s") from None
+            self.wait(lambda: process.poll() is not None, f"the end of node {name}")
+        finally:
+            self.agents = others
+        return process.wait()
+
+    def _written(self) -> int:
+        """Bytes of events and output so far: while they grow, something happens."""
+        return sum(path.stat().st_size for path in self.out.glob("*.*"))
 
     def log(self, name: str) -> str:
         return (self.out / f"{name}.log").read_text(errors="replace")

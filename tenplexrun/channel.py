@@ -80,7 +80,7 @@ class Channel:
         try:
             while line := await self._reader.readline():
                 self._receive(json.loads(line))
-        except (OSError, ValueError, asyncio.LimitOverrunError):
+        except (OSError, ValueError, TypeError, RecursionError, asyncio.LimitOverrunError):
             pass  # a reset, or a peer that does not speak JSON lines: the same to us as its end
         finally:
             self._writer.close()

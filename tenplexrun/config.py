@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tenplexrun import devices, rdzv
+from tenplexrun import devices, formats, rdzv
 from tenplexrun.core.forming import impossible
 from tenplexrun.core.output import PREFIX, STDERR, STDOUT, Output, Streams
 from tenplexrun.core.parallel import ParallelConfig
@@ -208,6 +208,7 @@ def _data(args: argparse.Namespace) -> DataSpec | None:
         return None
     if args.global_batch is None or args.global_batch < 1:
         raise UsageError("--data needs --global-batch ROWS of at least 1: the order deals rows to steps")
+    formats.open_dataset(args.data)  # what is wrong with it should be said now, not when all has been started
     return DataSpec(args.data, args.global_batch, args.micro_batch or args.global_batch, args.data_seed)
 
 

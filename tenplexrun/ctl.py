@@ -17,7 +17,7 @@ from tenplexrun.agent.etcd_v2 import EtcdV2
 from tenplexrun.agent.rendezvous import current_epoch, run_ids
 from tenplexrun.core import report, rounds
 from tenplexrun.core.rounds import Request, Round
-from tenplexrun.errors import RendezvousTimeoutError, TenplexError, UsageError
+from tenplexrun.errors import LayoutError, RendezvousTimeoutError, TenplexError, UsageError
 from tenplexrun.ports import Coordination, KeyValue
 
 POLL_S = 0.1
@@ -51,7 +51,9 @@ def _parser() -> argparse.ArgumentParser:
     resize = job_command("resize", "change the parallelism; the job goes on from the same step", _resize)
     for axis in ("pp", "cp", "ep", "tp"):
         resize.add_argument(f"--{axis}", type=int, default=None, help=f"new size of the axis {axis}")
-    resize.add_argument("--wait", type=float, default=60.0, metavar="S", help="seconds to wait for it (default 60)")
+    resize.add_argument(
+        "--wait", type=float, default=60.0, metavar="S", help="seconds to wait for its round (default 60)"
+    )
     table = commands.add_parser("report", help="what each round cost, from the nodes' event files")
     table.add_argument("events", nargs="+", help="files written with --events or --log-dir")
     table.set_defaults(run=_report)
@@ -83,8 +85,8 @@ def _status(args: argparse.Namespace) -> int:
         print(f"round {round_.number} {round_.phase} at {round_.parallel}{snapshot}; {round_.cause.detail}")
     for node, member in sorted(members.items()):
         part = None if round_ is None else round_.participant(node)
-        role = "waits" if part is None else f"ranks {part.first_rank}-{part.first_rank + part.num_workers - 1}"
-        print(f"  node {node} [{member.host}]  {member.num_workers} workers  {role}")
+        ranks = "waits" if part is None else f"ranks {', '.join(map(str, part.ranks))}"
+        print(f"  node {node} [{member.host}]  {member.num_workers} worker(s)  {ranks}")
     return 0
 
 
@@ -95,18 +97,24 @@ def _resize(args: argparse.Namespace) -> int:
 
     async def ask(coordination: Coordination, folder: str) -> str:
         request = Request(uuid.uuid4().hex[:8], "resize", sizes=sizes)
+        before = _round(await coordination.list(folder))
         await coordination.put(f"{folder}/requests/{request.id}", json.dumps(rounds.to_json(request)))
         deadline = time.monotonic() + args.wait
         while time.monotonic() < deadline:
-            answer = await coordination.get(f"{folder}/answers/{request.id}")
-            if answer is not None:
+            content = await coordination.list(folder)
+            answer, round_ = content.get(f"{folder}/answers/{request.id}"), _round(content)
+            if answer is not None and answer.value.startswith("refused"):
+                raise LayoutError(answer.value)
+            if answer is not None and answer.value.startswith("unchanged"):
                 return answer.value
+            newer = round_ is not None and before is not None and round_.number > before.number
+            if answer is not None and round_ is not None and newer and round_.phase != "gathering":
+                return f"round {round_.number} {round_.phase} at {round_.parallel}"
             await asyncio.sleep(POLL_S)
-        raise RendezvousTimeoutError(f"no answer within {args.wait:g} s; the job is between two rounds: look at status")
+        raise RendezvousTimeoutError(f"not done within {args.wait:g} s; look at status")
 
-    answer = asyncio.run(_with_job(args, ask))
-    print(answer)
-    return 0 if answer.startswith("accepted") else UsageError.exit_code
+    print(asyncio.run(_with_job(args, ask)))
+    return 0
 
 
 async def _with_job(args: argparse.Namespace, work: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ from tenplexrun.errors import ProcessError
 from tenplexrun.store.client import StoreClient
 from tenplexrun.vfs.client import ViewClient
 
+WARM_UP_NEWS_S = 10.0
 MAX_RESTARTS = 20  # of the store or the view, killed from outside; ends of their own are never repeated
 
 
@@ -87,7 +89,7 @@ class Node:
                 events=self.events,
                 data=await self._data(view),
             )
-            await pool.ready()
+            await self._warm_up()
             launch = Launch(spec.run_id, member, self._settings(), spec.timeouts.lease_s, meeting.hosted)
             agent = Agent(launch, coordination, services, desk, died, signals)
             agent.on_joined = lambda key: self.processes.set_cleanup(coordination.delete_urls(key))
@@ -99,6 +101,13 @@ class Node:
             await pool.close()
             await logs.close()
             await coordination.close()
+
+    async def _warm_up(self) -> None:
+        """Wait for the pool's imports; nobody should take a slow disk for a hang."""
+        warming, began = asyncio.ensure_future(self.pool.ready()), time.monotonic()
+        while not (await asyncio.wait([warming], timeout=WARM_UP_NEWS_S))[0]:
+            self.events.say(f"importing torch for the workers, {time.monotonic() - began:.0f} s so far")
+        await warming
 
     def _settings(self) -> Settings:
         spec, times = self.spec, self.spec.timeouts

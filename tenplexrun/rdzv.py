@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import uuid
 from collections.abc import Mapping
@@ -25,6 +26,8 @@ class Timeouts:
     rendezvous_s: float = 600.0
 
     def __post_init__(self) -> None:
+        if any(math.isnan(seconds) for seconds in (self.lease_s, self.join_window_s, self.grace_s, self.rendezvous_s)):
+            raise UsageError("a time-out that is not a number (nan) never runs out; give seconds")
         if not 2 <= self.lease_s <= self.rendezvous_s:
             raise UsageError(
                 f"lease of {self.lease_s:g} s and join_timeout of {self.rendezvous_s:g} s are in the wrong order; "

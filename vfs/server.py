@@ -182,7 +182,6 @@ async def serve(home: Path, socket: str, mode: str) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     chosen = choose(mode, home / "view")
-    print(f"dataset view: {chosen.mode}: {chosen.reason}", file=sys.stderr, flush=True)
     views = Views(chosen, home)
     kernel = asyncio.ensure_future(chosen.serving() if chosen.serving else stop.wait())
     try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TypeVar
 
 from tenplexrun.core.regions import Region
@@ -58,16 +59,11 @@ def quotas(demands: Sequence[tuple[tuple[Group, ...], int]], sizes: Mapping[Grou
 def _pour(
     num_bytes: int, groups: Sequence[Group], load: Mapping[Group, float], sizes: Mapping[Group, int]
 ) -> dict[Group, float]:
-    """Raise the lowest loads to one level."""
+    """Raise the lowest loads to one level: the least at which some of the lowest, all filled up, hold the bytes."""
     lowest = sorted(groups, key=lambda group: load[group])  # stable: ties as the groups come
-    width = water = 0.0
-    level = 0.0
-    for place, group in enumerate(lowest):
-        width += sizes[group]
-        water += load[group] * sizes[group]
-        level = (num_bytes + water) / width
-        if place + 1 == len(lowest) or level <= load[lowest[place + 1]]:
-            break
+    width = accumulate(float(sizes[group]) for group in lowest)
+    water = accumulate(load[group] * sizes[group] for group in lowest)
+    level = min((num_bytes + below) / wide for below, wide in zip(water, width, strict=True))
     return {group: max(0.0, level - load[group]) * sizes[group] for group in groups}
 
 

@@ -71,12 +71,6 @@ def flat(dims: Sequence[Sequence[Run]], low: int, high: int, place: int, length:
     return Local((length,), tuple(parts))
 
 
-def regions(dims: Sequence[Sequence[Run]]) -> tuple[Region, ...]:
-    """The fewest boxes of the stored array's canonical indices, sorted; none where it is empty."""
-    merged = [merge(runs) for runs in dims]
-    return boxes(merged)
-
-
 def boxes(merged: Sequence[Sequence[Run]]) -> tuple[Region, ...]:
     """All boxes with one interval a dim, sorted where the intervals of each dim are."""
     if all(len(runs) == 1 for runs in merged):
@@ -87,7 +81,7 @@ def boxes(merged: Sequence[Sequence[Run]]) -> tuple[Region, ...]:
 def joined(boxes: Sequence[Region]) -> tuple[Region, ...]:
     """Disjoint boxes with neighbours put together, dim by dim, sorted."""
     found = sorted(set(boxes))
-    for dim in range(len(found[0].lengths) if found else 0):
+    for dim in reversed(range(len(found[0].lengths) if found else 0)):
         # neighbours along `dim` are next to each other when all else is compared first
         found.sort(key=lambda box: (_without(box.offsets, dim), _without(box.lengths, dim), box.offsets[dim]))
         together: list[Region] = []

@@ -21,6 +21,9 @@ from tenplexrun.core.placement import Assign
 from tenplexrun.core.rounds import Ack, Cause, Failure, Member, Participant, Request, Round, Stop, Verdict
 from tenplexrun.errors import QuorumLostError, RendezvousTimeoutError
 
+BLAME_S = 2.0
+"""How long a job without restarts left waits for the news that a node is gone: links tell in milliseconds."""
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:
@@ -63,6 +66,7 @@ class Decision:
     """What to do, and why. `round`: the document to write; `evict`: members to remove; `answers`: of requests.
 
     `need_layouts`: digests to fetch before the next decision. `wake_at`: when to decide again without news.
+    `tell`: people should hear of it.
     """
 
     reason: str
@@ -71,6 +75,7 @@ class Decision:
     answers: Mapping[str, str] | None = None
     need_layouts: tuple[str, ...] = ()
     wake_at: float | None = None
+    tell: bool = False
 
 
 def decide(view: View, settings: Settings, now: float) -> Decision:
@@ -107,9 +112,11 @@ def _start(view: View, settings: Settings, now: float) -> Decision:
             ended = Round(0, "ended", cause, view.decider, settings.sizes, verdict=verdict)
             return Decision(verdict.message, ended)
         reason = f"{count} of at least {_nodes(settings.min_nodes)} here, {deadline - now:.0f} s left"
-        return Decision(reason, wake_at=deadline)
+        return Decision(reason, wake_at=deadline, tell=True)
     if count < settings.max_nodes and now < newest + settings.join_window_s:
-        return Decision(f"{_nodes(count)} here, waiting a moment for more", wake_at=newest + settings.join_window_s)
+        return Decision(
+            f"{_nodes(count)} here, waiting a moment for more", wake_at=newest + settings.join_window_s, tell=True
+        )
     cause = Cause("start", f"{_nodes(count)} here", view.wall)
     return Decision(cause.detail, Round(0, "gathering", cause, view.decider, settings.sizes))
 
@@ -135,16 +142,16 @@ def _watch(view: View, round_: Round, settings: Settings, now: float) -> Decisio
 
 
 def _after_failure(view: View, round_: Round, settings: Settings, failure: Failure) -> Decision:
-    if round_.failures >= settings.max_restarts:
-        spent = f"no restarts left (--max-restarts {settings.max_restarts})"
-        return _end(round_, Verdict(failure.exit_code, f"{failure.describe()}; {spent}", failure), view.wall)
     cause = Cause("worker_failed", failure.describe(), failure.at)
     failed = replace(round_, failures=round_.failures + 1, first_failure=failure)
     unproven = round_.fallback
     if unproven is not None and all(ack.committed is None for ack in view.acks.values()):
-        # The layout was somebody's wish and never got as far as a snapshot: go back to the one that worked.
-        failed = replace(failed, sizes=unproven, fallback=None)
-        cause = replace(cause, detail=f"{cause.detail}; back to {unproven}, the layout asked for never ran")
+        # The layout was somebody's wish and never got as far as a snapshot: go back to the one that worked, free.
+        back = f"{cause.detail}; back to {unproven}, the layout asked for never ran"
+        failed = replace(round_, sizes=unproven, fallback=None, first_failure=failure)
+        return _regather(view, failed, Cause("resize", back, failure.at), Stop("now"))
+    if round_.failures >= settings.max_restarts and len(round_.participants) == 1:
+        return _end(round_, _spent(failure, settings), view.wall)
     return _regather(view, failed, cause, Stop("now"))
 
 
@@ -161,7 +168,7 @@ def _on_request(view: View, round_: Round, settings: Settings, request: Request)
     try:
         sizes = ParallelConfig.from_json({**round_.sizes.to_json(), **(request.sizes or {}), "dp": 1})
     except ValueError as error:
-        return Decision(f"resize refused: {error}", answers={request.id: f"refused: {error}"})
+        return Decision(f"resize refused: {error}", answers={request.id: f"refused: {error}"}, tell=True)
     members = forming.in_rank_order(view.members.values(), round_.nodes, view.seen)
     selection = forming.select(members, sizes, settings.min_nodes, settings.max_nodes)
     if selection is None:
@@ -169,10 +176,13 @@ def _on_request(view: View, round_: Round, settings: Settings, request: Request)
     else:
         why = forming.refusal(view.layouts.values(), selection.parallel)
     if why is not None or selection is None:
-        return Decision(f"resize refused: {why}", answers={request.id: f"refused: {why}"})
+        return Decision(f"resize refused: {why}", answers={request.id: f"refused: {why}"}, tell=True)
     if selection.parallel == round_.parallel:
-        return Decision("resize: nothing to change", answers={request.id: "accepted: this is the layout already"})
-    cause = Cause("resize", f"asked for {sizes}", view.wall)
+        return Decision(
+            "resize: nothing to change", answers={request.id: f"unchanged: the job runs at {round_.parallel} already"}
+        )
+    wish = " ".join(f"{axis}={size}" for axis, size in (request.sizes or {}).items())
+    cause = Cause("resize", f"asked for {wish}", view.wall)
     changed = replace(round_, sizes=sizes, fallback=round_.sizes)
     decision = _regather(view, changed, cause, Stop("boundary"))
     return replace(decision, answers={request.id: f"accepted: {selection.parallel}"})
@@ -208,18 +218,40 @@ def _gather(view: View, round_: Round, settings: Settings, now: float) -> Decisi
             return decision
     gathered = {node: ack for node, ack in view.acks.items() if ack.state == "gathered" and node in view.members}
     late = [node for node in view.members if node not in gathered]
+    blamed = _blame(view, round_, settings, now, bool(late))
+    if blamed is not None:
+        return blamed
     if late:
         timeout = settings.gather_timeout_s
         overdue = [node for node in late if now >= max(view.since, view.seen[node]) + timeout]
         if overdue:
             return Decision(
-                f"{', '.join(overdue)} did not stop within {timeout:.0f} s: no members", evict=tuple(overdue)
+                f"{', '.join(overdue)} did not stop within {timeout:.0f} s: no members", evict=tuple(overdue), tell=True
             )
         wake_at = min(max(view.since, view.seen[node]) + timeout for node in late)
         return Decision(f"waiting for {', '.join(late)} to stop", wake_at=wake_at)
     if active and all(gathered[node].done for node in active) and len(active) == len(round_.participants):
         return _end(round_, Verdict(0, "all workers have finished"), view.wall)
     return _form(view, round_, settings, now, gathered)
+
+
+def _blame(view: View, round_: Round, settings: Settings, now: float, late: bool) -> Decision | None:
+    """A worker that fails because its peer's node is gone is no failure; the news of the node may come second.
+
+    So the budget is looked at only here, when all have stopped or a moment has passed. None: nothing to settle.
+    """
+    failure = round_.first_failure
+    if round_.cause.kind != "worker_failed" or failure is None:
+        return None
+    lost = [p for p in round_.participants if p.node not in view.members]
+    if lost:
+        cause = _loss(lost, view.wall)
+        return Decision(cause.detail, replace(round_, cause=cause, failures=round_.failures - 1, first_failure=None))
+    if round_.failures <= settings.max_restarts:
+        return None
+    if late and now < view.since + BLAME_S:
+        return Decision("asking whose fault it was", wake_at=view.since + BLAME_S)
+    return _end(round_, _spent(failure, settings), view.wall)
 
 
 def _to_boundary(view: View, round_: Round, settings: Settings, now: float, active: list[str]) -> Decision | None:
@@ -240,7 +272,7 @@ def _to_boundary(view: View, round_: Round, settings: Settings, now: float, acti
         return None
     if now >= view.since + settings.park_timeout_s:
         reason = f"workers did not reach a step boundary within {settings.park_timeout_s:.0f} s: stopping them now"
-        return Decision(reason, replace(round_, stop=stop.now(hung=True)))
+        return Decision(reason, replace(round_, stop=stop.now(hung=True)), tell=True)
     wait = Decision("waiting for a step boundary", wake_at=view.since + settings.park_timeout_s)
     if stop.committed:
         return wait
@@ -253,7 +285,7 @@ def _to_boundary(view: View, round_: Round, settings: Settings, now: float, acti
 def _negotiate(round_: Round, started: list[int]) -> Decision:
     stop = round_.stop
     if not started:
-        return Decision("no worker counts steps: stopping them now", replace(round_, stop=stop.now()))
+        return Decision("no worker has begun a step: stopping them now", replace(round_, stop=stop.now()))
     newest = max(started)
     if stop.hold is not None and newest < stop.hold:
         return Decision(f"all stop before step {stop.hold}", replace(round_, stop=replace(stop, committed=True)))
@@ -322,7 +354,7 @@ def _regather(view: View, round_: Round, cause: Cause, stop: Stop) -> Decision:
         master=None,
         fallback=round_.fallback if cause.kind == "resize" else None,
     )
-    return Decision(cause.detail, following)
+    return Decision(cause.detail, following, tell=True)
 
 
 def _end(round_: Round, verdict: Verdict, wall: float, stop: Stop | None = None) -> Decision:
@@ -335,6 +367,11 @@ def _first_failure(view: View, round_: Round) -> Failure | None:
     """Whose process ended first. Clocks of nodes are never compared: of what is reported together, the oldest."""
     failures = [ack.failure for node, ack in view.acks.items() if ack.state == "failed" and ack.failure is not None]
     return min(failures, key=lambda failure: (-failure.age_s, failure.rank), default=None)
+
+
+def _spent(failure: Failure, settings: Settings) -> Verdict:
+    spent = f"no restarts left (--max-restarts {settings.max_restarts})"
+    return Verdict(failure.exit_code, f"{failure.describe()}; {spent}", failure)
 
 
 def _loss(lost: list[Participant], wall: float) -> Cause:

@@ -278,8 +278,7 @@ class Planner:
 
     def _set(self, classes: tuple[int, ...], rack: str | None) -> _Set:
         """The sources that have a tile: those in the rack, where there are any."""
-        groups = self._copies.groups(classes, self._racks)
-        if rack is not None and any(where == rack for _, where in groups):
+        if rack is not None and any(where == rack for _, where in self._copies.groups(classes, self._racks)):
             return classes, rack
         return classes, None
 

@@ -59,6 +59,8 @@ class Failure:
     age_s: float = 0.0
 
     def describe(self) -> str:
+        if self.pid == 0:  # no worker's fault: `stderr` says what went wrong on its node
+            return f"node {self.node} [{self.host}]: {'; '.join(self.stderr)}"
         where = f"rank {self.rank} (local rank {self.local_rank}, pid {self.pid}) on node {self.node} [{self.host}]"
         return f"{where}: {self.how}"
 

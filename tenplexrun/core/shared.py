@@ -31,9 +31,6 @@ class SharedRegions(Mapping[str, tuple[Region, ...]]):
     def __len__(self) -> int:
         return len(self.shared) + len(self.own)
 
-    def __repr__(self) -> str:
-        return f"SharedRegions({dict(self)})"
-
 
 def parted(boxes: Boxes) -> tuple[Boxes, Boxes]:
     """(shared, own) of any mapping; a plain one is all shared."""

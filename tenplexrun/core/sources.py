@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeAlias
@@ -126,7 +126,9 @@ class CopyIndex:
 
     def overlapping(self, box: Region) -> list[int]:
         """Numbers of the copies that have an element of `box`, ascending."""
-        return sorted(_find(self._root, box, 0))
+        found: list[int] = []
+        _find(self._root, box, 0, found)
+        return sorted(found)
 
     def tiles(self, box: Region) -> list[Copy]:
         """`box`, as far as there are copies, in disjoint parts, each with all the holders that have it whole."""
@@ -183,14 +185,13 @@ def _build(copies: Sequence[Copy], numbers: Sequence[int], dim: int, dims: int) 
     return level, ordered and all(disjoint for _, disjoint in built)
 
 
-def _find(tree: _Tree, box: Region, dim: int) -> Iterator[int]:
+def _find(tree: _Tree, box: Region, dim: int, found: list[int]) -> None:
     if isinstance(tree, int):
-        yield tree
+        found.append(tree)
         return
-    if not tree.starts:
-        return
-    low, high = box.offsets[dim], box.offsets[dim] + box.lengths[dim]
+    low = box.offsets[dim] if tree.starts else 0
     first = bisect_right(tree.stops, low) if tree.ordered else 0
-    for place in range(first, bisect_left(tree.starts, high)):
+    last = bisect_left(tree.starts, low + box.lengths[dim]) if tree.starts else 0
+    for place in range(first, last):
         if tree.stops[place] > low:
-            yield from _find(tree.below[place], box, dim + 1)
+            _find(tree.below[place], box, dim + 1, found)

@@ -144,8 +144,7 @@ def test_files_and_loader_read_the_order(
     assert shown.next_batch().consumed_after == 1003 + 24  # the next epoch
 
     code, said = view.end(signal.SIGTERM)
-    assert (code, said.count("\n")) == (0, 1), said
-    assert said.startswith(f"dataset view: {mode}: ")
+    assert (code, said) == (0, "")
     assert minors_at(view.home / "view") == []
     assert sorted(entry.name for entry in view.home.iterdir()) == ["extents", "view"]
     assert list((view.home / "view").iterdir()) == []

@@ -60,12 +60,32 @@ def test_a_failure_stops_all_now_and_counts() -> None:
     assert (after.number, after.phase, after.stop.mode, after.failures) == (4, "gathering", "now", 1)
 
 
-def test_without_restarts_left_the_verdict_is_the_workers_own_code() -> None:
+def stopped_for_failure() -> Round:
     spent = replace(RUNNING, failures=1)
-    after = written(decide(view(A, B, round_=spent, acks={"b": Ack("b", "failed", failure=FAILURE)}), SETTINGS, 20.0))
+    acks = {"b": Ack("b", "failed", failure=FAILURE)}
+    return written(decide(view(A, B, round_=spent, acks=acks), SETTINGS, 20.0))
+
+
+def test_without_restarts_left_the_verdict_is_the_workers_own_code() -> None:
+    acks = {"a": gathered("a", ranks=(0, 1)), "b": gathered("b", ranks=(2, 3))}
+    after = written(decide(view(A, B, round_=stopped_for_failure(), acks=acks), SETTINGS, 10.1))
     assert after.verdict is not None
     assert after.verdict.code == 137
     assert "rank 3" in after.verdict.message
+
+
+def test_the_verdict_waits_a_moment_for_nodes_that_do_not_stop_and_no_longer() -> None:
+    round_ = stopped_for_failure()
+    waiting = decide(view(A, B, round_=round_), SETTINGS, 10.1)
+    assert waiting.round is None
+    assert waiting.wake_at == 12.0
+    assert written(decide(view(A, B, round_=round_), SETTINGS, 12.0)).phase == "ended"
+
+
+def test_a_failure_whose_peer_was_lost_is_a_loss_and_costs_no_restart() -> None:
+    """The survivor's all-reduce broke before the news of the dead node came."""
+    after = written(decide(view(B, round_=stopped_for_failure()), SETTINGS, 10.1))
+    assert (after.cause.kind, after.failures, after.phase) == ("node_lost", 1, "gathering")
 
 
 def test_the_failure_that_was_first_is_blamed() -> None:
