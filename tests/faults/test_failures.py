@@ -235,3 +235,33 @@ def test_who_does_not_stop_in_time_is_shown_where_it_stands(cluster: Cluster, tm
     log = cluster.log("a")
     assert "still here 1 s after being told to stop: the stacks of local ranks 0 follow" in log
     assert "in stubborn" in log
+
+
+@pytest.mark.slow
+def test_a_rank_that_never_parks_is_shown_and_the_others_go_on(cluster: Cluster, tmp_path: Path) -> None:
+    data = tmp_path / "data.bin"
+    data.write_bytes(bytes(4096))
+    command = script(
+        tmp_path,
+        "import time, torch, tenplexrun\n"
+        "job = tenplexrun.init()\n"
+        "def never():\n"
+        "    print('STUCK', flush=True)\n"
+        "    while job.round == 0: time.sleep(0.1)\n"
+        "model = torch.nn.Linear(4, 4)\n"
+        "job.state(model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1))\n"
+        f"loader = job.loader('bytes:{data}?sample_bytes=8', global_batch=4, micro_batch=1)\n"
+        "for step, batch in job.steps(loader, until=10**6):\n"
+        "    if step == 3 and job.rank == 1: never()\n"
+        "    time.sleep(0.01)\n",
+    )
+    cluster.start("a", "127.0.0.1", ["--nproc-per-node=2", "--shutdown-timeout=1"], command)
+    until(cluster, "a", "STUCK")
+    assert cluster.ctl("resize", "--tp=2").returncode == 0
+    cluster.wait_round(1, 1)
+    log = cluster.log("a")
+    assert "workers did not reach a step boundary within 31 s" in log
+    assert "a suspected hang: the stacks of local ranks 0, 1 follow" in log
+    assert "in never" in log
+    cluster.agents["a"].send_signal(signal.SIGINT)
+    assert cluster.exit_code("a") == 130
