@@ -22,8 +22,7 @@ from tenplexrun.errors import UsageError
 
 SHOW = "import json, os; open(os.environ['OUT'] + os.environ['RANK'], 'w').write(json.dumps(dict(os.environ)))"
 OWN = {"MASTER_PORT", "MASTER_ADDR", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_RUN_ID", "OUT"}  # new in each launch
-# How the launcher itself was started, and torchrun's import of torch before it forks.
-OF_THE_PARENT = {"_", "LC_CTYPE", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "TORCHINDUCTOR_CACHE_DIR"}
+OF_THE_PARENT = {"_", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"}  # a shell's, and what torch sets for its own forks
 
 
 def _shown(launcher: list[str], folder: Path) -> list[dict[str, str]]:
