@@ -44,9 +44,8 @@ def test_of_failures_reported_together_the_oldest_is_the_first_whatever_the_cloc
     acks = {"a": Ack("a", "failed", failure=early), "b": Ack("b", "failed", failure=late)}
     decided = decide(view(RUNNING, acks), Settings(1, 2, 0, SIZES), 20.0).round
     assert decided is not None
-    assert decided.verdict is not None
-    assert decided.verdict.failure == late
-    assert decided.verdict.code == 128 + 11
+    assert decided.first_failure == late
+    assert decided.cause.detail == late.describe()
 
 
 def test_the_signal_of_a_person_reaches_the_workers() -> None:
