@@ -58,8 +58,8 @@ def _row(running: Event, events: Sequence[Event]) -> RoundRow:
     start = began or fault or (float(running["noticed"]) if cause != "start" else gathering)
     moved = [e for e in of_round if e["event"] == "moved"]
     spawned = _last(e["began"] + e["seconds"] for e in of_round if e["event"] == "spawned")
-    restored = _last(e["t"] for e in of_round if e["event"] == "worker" and e["name"] == "restored")
-    stepped = _last(e["t"] for e in of_round if e["event"] == "worker" and e["name"] == "first_step")
+    restored = _last(e["at"] for e in of_round if e["event"] == "worker" and e["name"] == "restored")
+    stepped = _last(e["at"] for e in of_round if e["event"] == "worker" and e["name"] == "first_step")
     before = _last(float(e["started"]) for e in _stopped(events, number) if e.get("started") is not None)
     noticed = float(running["noticed"])
     return RoundRow(

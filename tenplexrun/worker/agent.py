@@ -56,7 +56,7 @@ class Agent:
         return str(self._channel.request("view", order=order)["dir"])
 
     def event(self, name: str, **fields: Any) -> None:
-        self._channel.notify("event", name=name, **fields)
+        self._channel.notify("event", name=name, at=time.time(), **fields)
 
     def sealed(self, step: int, slot: int, values: dict[str, Any]) -> None:
         """This rank's part of `slot` is written. The node's lowest rank sends the values, for all."""

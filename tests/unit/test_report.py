@@ -24,8 +24,8 @@ def test_a_failures_row_adds_up() -> None:
         round_(100.4, 1, "running", "worker_failed", 10),
         event(100.5, "spawned", round=1, began=100.4, seconds=0.1, pids=[1]),
         event(100.5, "moved", round=1, seconds=0.05, num_bytes=2**20, lower_bound=2**20),
-        event(100.8, "worker", round=1, name="restored"),
-        event(101.0, "worker", round=1, name="first_step"),
+        event(100.9, "worker", round=1, name="restored", at=100.8),
+        event(101.1, "worker", round=1, name="first_step", at=101.0),
     ]
     row = rows(reversed(events))[1]
     assert row.downtime == 1.0
