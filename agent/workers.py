@@ -74,7 +74,8 @@ class Workers:
         else:
             await self._rescue(order.signum)
         if order.how != "kill" and not await self._gone_within(self._grace_s):
-            await self._show_stacks(f"still here {self._grace_s:g} s after being told to stop")
+            if self._grace_s > 0:
+                await self._show_stacks(f"still here {self._grace_s:g} s after being told to stop")
             self._send(self._alive, signal.SIGKILL)
         await self._gone_within(KILL_TIMEOUT_S)
 
