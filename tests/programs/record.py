@@ -16,7 +16,7 @@ def main():
         raise RuntimeError("fails once")
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Linear(16, 4))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     for step in range(10):
         loss = model(torch.full((8, 16), float(dist.get_rank() + step))).square().mean()
         optimizer.zero_grad()
