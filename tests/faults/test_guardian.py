@@ -252,9 +252,8 @@ def test_agent_cleans_up_when_its_guardian_dies(node: Node) -> None:
 def test_guardian_hears_no_signals(node: Node) -> None:
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
         os.kill(node.pids["guardian"], signum)
-    before = node.living()
     time.sleep(0.2)
-    assert node.living() == before
+    assert {node.pids[name] for name in ("guardian", "one", "two", "pool", "worker")} <= node.living()
     assert node.process.poll() is None
 
 
