@@ -34,6 +34,7 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 
 from tenplexrun.agent import probe
+from tenplexrun.agent.gloo import idle_before_destroying
 from tenplexrun.agent.guardian import (
     Record,
     become_subreaper,
@@ -220,6 +221,8 @@ def work(record: Record, fds: Sequence[int], cold: bool, notes: Notes | None) ->
     if "torch" in sys.modules:
         sys.modules["torch"].default_generator.seed()
         sys.modules["torch"].set_num_threads(_num_threads(record["env"].get("OMP_NUM_THREADS", "")))
+    if "torch.distributed.distributed_c10d" in sys.modules:
+        idle_before_destroying(sys.modules["torch.distributed.distributed_c10d"], sys.modules["torch.distributed"])
     if notes is not None:
         sys.meta_path.insert(0, NotingFinder(notes))
     run(command)

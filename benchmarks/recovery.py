@@ -23,26 +23,29 @@ NEVER_S = 40.0
 SETTLE_S = 1.0
 
 BARE_FORK = """
-import json, os, runpy, sys, time, tempfile, socket
+import json, os, pathlib, runpy, sys, tempfile, time, socket
 import torch, torch._dynamo, torch.distributed
 script, runs = sys.argv[1], int(sys.argv[2])
 for _ in range(runs):
-    stamps = tempfile.mktemp()
+    stamps = pathlib.Path(tempfile.mktemp())
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    began = time.time()
+    began, pids = time.time(), []
     for rank in range(2):
-        if os.fork() == 0:
+        pids.append(os.fork())
+        if pids[-1] == 0:
             os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
                               MASTER_PORT=str(port))
-            sys.argv = [script, "--steps=1", "--stamps=" + stamps]
+            sys.argv = [script, "--steps=1000000", "--pause=0.01", "--stamps=" + str(stamps)]
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             runpy.run_path(script, run_name="__main__")
-            os._exit(0)
-    for _ in range(2):
-        os.wait()
-    first = [json.loads(line)["t"] for line in open(stamps) if json.loads(line)["step"] == 0]
-    os.unlink(stamps)
+    while not stamps.exists() or stamps.read_text().count("}") < 2:
+        time.sleep(0.002)
+    for pid in pids:
+        os.kill(pid, 9)
+        os.waitpid(pid, 0)
+    first = [json.loads(line)["t"] for line in stamps.read_text().splitlines()]
+    stamps.unlink()
     print(max(first) - began, flush=True)
 """
 
