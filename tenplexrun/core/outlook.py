@@ -35,6 +35,7 @@ class Outlook:
         self._content: Mapping[str, Written] = {}
         self._wrote: tuple[str | None, Written] | None = None  # token that was replaced, and what by
         self._seen: dict[str, float] = {}
+        self._asked: dict[str, float] = {}
         self._since: tuple[object, float] | None = None
         self._parsed: dict[str, tuple[str, Any]] = {}  # by key, of which token: a big job has a thousand acks
         self.layouts = dict(layouts or {})
@@ -74,6 +75,8 @@ class Outlook:
         state = None if round_ is None else (round_.number, round_.phase, round_.stop)
         if self._since is None or self._since[0] != state:
             self._since = (state, now)
+        requests = tuple(self._all("requests", rounds.request_from_json))
+        self._asked = {request.id: self._asked.get(request.id, now) for request in requests}
         acks = [] if round_ is None else self._all(f"acks/{round_.number}", rounds.ack_from_json)
         return View(
             decider=decider,
@@ -81,7 +84,8 @@ class Outlook:
             seen=self._seen,
             round=round_,
             acks={ack.node: ack for ack in acks},
-            requests=tuple(self._all("requests", rounds.request_from_json)),
+            requests=requests,
+            asked=self._asked,
             layouts=self.layouts,
             since=self._since[1],
             wall=wall,

@@ -92,6 +92,7 @@ class Stop:
     """How the workers of the round before are stopped. `hold` is the first step that is not to be run.
 
     `signum`: what they are sent where nothing but a signal tells them. `hung`: some did not do as they were told.
+    `urgent`: somebody has asked twice, nobody gets any grace.
     """
 
     mode: Literal["now", "boundary"] = "now"
@@ -100,6 +101,7 @@ class Stop:
     tries: int = 0
     signum: int = signal.SIGTERM
     hung: bool = False
+    urgent: bool = False
 
     def now(self, hung: bool = False) -> Stop:
         """No boundary any more."""
@@ -143,7 +145,7 @@ class Verdict:
 class Request:
     """A wish of a user or node. kind "resize": new fixed sizes. "drain": `node` leaves. "end": the job ends.
 
-    `signum`: the signal that a person or scheduler sent, for the workers.
+    `signum`: the signal that a person or scheduler sent, for the workers. `urgent`: not for the first time.
     """
 
     id: str
@@ -153,6 +155,7 @@ class Request:
     code: int = 0
     detail: str = ""
     signum: int = signal.SIGTERM
+    urgent: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -195,15 +195,37 @@ def test_a_pre_emption_signal_that_is_listed_drains_and_reaches_the_workers(clus
     assert "SAVED" in cluster.log("a")
 
 
-def test_a_second_signal_ends_at_once(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_second_signal_ends_all_nodes_at_once(cluster: Cluster, tmp_path: Path) -> None:
+    """Also where it came to the node that hosts the store, which leaves after the others have heard of it."""
     command = script(tmp_path, SAVES + "while True: time.sleep(0.1)\n")
     env = {**os.environ, "SAVE_S": "1000"}
-    cluster.start("a", "127.0.0.1", ["--shutdown-timeout=900"], command, env)
-    until(cluster, "a", "UP 0")
+    for node, address in (("a", "127.0.0.1"), ("b", "127.0.0.2")):
+        cluster.start(node, address, ["--nnodes=2", "--shutdown-timeout=900"], command, env)
+    until(cluster, "a", "UP")
+    until(cluster, "b", "UP")
     cluster.agents["a"].send_signal(signal.SIGTERM)
     until(cluster, "a", "SAVING")
+    until(cluster, "b", "SAVING")
     cluster.agents["a"].send_signal(signal.SIGTERM)
-    assert cluster.exit_code("a") == 128 + signal.SIGTERM
+    assert end(cluster, "a", "b") == {128 + signal.SIGTERM}
+    assert "the coordination store" not in cluster.log("b")
+
+
+@pytest.mark.slow
+def test_nodes_that_are_told_to_leave_together_leave_in_one_change(cluster: Cluster, tmp_path: Path) -> None:
+    command = script(tmp_path, SAVES + "while True: time.sleep(0.1)\n")
+    for number, node in enumerate("abc", 1):
+        cluster.start(node, f"127.0.0.{number}", ["--nnodes=1:3", "--rdzv-conf=last_call_timeout=60"], command)
+    for node in "abc":
+        until(cluster, node, "UP")
+    for node in "bc":
+        cluster.agents[node].send_signal(signal.SIGTERM)
+    assert end(cluster, "b", "c") == {128 + signal.SIGTERM}
+    cluster.wait(lambda: cluster.log("a").count("UP") == 2, "the round of the node that stays")
+    cluster.agents["a"].send_signal(signal.SIGINT)
+    assert cluster.exit_code("a") == 130
+    formed = [event for event in cluster.events(kind="round") if event["phase"] == "running"]
+    assert [len(event["nodes"]) for event in formed] == [3, 1]
 
 
 def test_a_signal_before_the_job_has_begun(cluster: Cluster, tmp_path: Path) -> None:

@@ -240,7 +240,7 @@ class World:
         before, after = self.newest, rounds.round_from_json(json.loads(entry.value))
         self.newest = after
         self.tell(f"round {after.number} {after.phase} {after.stop.mode}: {after.cause.detail}")
-        assert before is None or before.phase != "ended", "an end is final"
+        assert before is None or before.phase != "ended" or after.phase == "ended", "an end is final"
         assert after.number - (before.number if before else 0) in (0, 1), "rounds are numbered in order"
         if after.phase == "running":
             if after.number not in self.plans:
@@ -260,8 +260,8 @@ class World:
         if self.committed is not None and after.sources is not None:
             held = {a.name: list(a.host.holdings.values()) for a in self.agents.values() if a.name in after.sources}
             if not gaps(LAYOUT, holders_of(self.committed, held, LAYOUT)):
-                used = after.snapshot
-                assert used is not None and used >= self.committed, f"{self.committed} was there, {used} is used"
+                assert after.snapshot is not None, f"{self.committed} was there, nothing is used"
+                assert after.snapshot >= self.committed, f"{self.committed} was there, {after.snapshot} is used"
 
     def steps(self) -> int:
         """Completed in the newest round, everywhere."""
