@@ -11,7 +11,6 @@ from tenplexrun.core.layout import Layout
 from tenplexrun.core.membership import View
 from tenplexrun.core.rounds import Round
 
-
 T = TypeVar("T")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -43,7 +44,7 @@ class Host:
 
 @dataclass(eq=False)
 class Workers:
-    """Those of one round here. `step`: steps completed; `started`, `running`: the step begun and, past the hold, run."""
+    """Those of one round here. `step`: steps completed; `started`: the step begun; `running`: it is past the hold."""
 
     round: Round
     step: int
@@ -91,7 +92,7 @@ class Agent:
             if isinstance(found, Unreachable):
                 self.at(RETRY_S, self.join)
             elif isinstance(found, CompareFailed):  # its answer was lost: the real adapters know their own nonce
-                joined(self.world.store.entries[key] if key in self.world.store.entries else None)
+                joined(self.world.store.entries.get(key))
             else:
                 joined(found)
 
@@ -151,9 +152,9 @@ class Agent:
     def persistently(self, operation: Callable[[], Any]) -> None:
         self.call(
             operation,
-            lambda found: self.at(RETRY_S, lambda: self.persistently(operation))
-            if isinstance(found, Unreachable)
-            else None,
+            lambda found: (
+                self.at(RETRY_S, lambda: self.persistently(operation)) if isinstance(found, Unreachable) else None
+            ),
         )
 
     # --- the machine's actions ------------------------------------------------------------------------------------
@@ -224,7 +225,9 @@ class Agent:
             self.at(self.world.random.random() * 0.02, lambda: self._past_hold(workers, step))
 
     def _past_hold(self, workers: Workers, step: int) -> None:
-        if self.workers is not workers or workers.failed or workers.started != step or workers.running is not None:
+        if self.workers is not workers or workers.failed or workers.running is not None:
+            return
+        if not workers.started == step == workers.step:
             return
         if self.hold is not None and step >= self.hold:
             self._look_if_parked()
@@ -291,7 +294,9 @@ class SimDecider:
     def _look(self) -> None:
         self._agent.call(
             lambda: self._world.store.content(f"{RUN}/decider"),
-            lambda found: self._agent.at(RETRY_S, self._look) if isinstance(found, Unreachable) else self._on_key(found),
+            lambda found: (
+                self._agent.at(RETRY_S, self._look) if isinstance(found, Unreachable) else self._on_key(found)
+            ),
         )
 
     def _begin(self, key: str, token: str) -> None:
@@ -339,14 +344,14 @@ class SimDecider:
         if decision.round is not None:
             current, text = outlook.current, json.dumps(rounds.to_json(decision.round))
             token = current.token if current else None
-            write = (lambda: store.swap(f"{RUN}/round", text, token)) if token else (
-                lambda: store.create(f"{RUN}/round", text)
+            write = (
+                (lambda: store.swap(f"{RUN}/round", text, token))
+                if token
+                else (lambda: store.create(f"{RUN}/round", text))
             )
             work.append((write, lambda entry: self._wrote(token, entry, decision)))
-        for name in decision.answers or {}:
-            work.append((lambda name=name: store.delete(f"{RUN}/requests/{name}"), lambda _: None))
-        for key in outlook.condemned:
-            work.append((lambda key=key: store.delete(key), lambda _: None))
+        keys = [f"{RUN}/requests/{name}" for name in decision.answers or {}] + outlook.condemned
+        work += [(functools.partial(store.delete, key), lambda _: None) for key in keys]
         self._acting, self._news = bool(work), False
         if work:
             self._next(self._reign, work)

@@ -35,8 +35,8 @@ class Client(Protocol):
 
 
 class Store:
-    """`later` schedules what nobody's death stops. Leased keys go `ttl_s` after their last refresh; `expires_while_down`
-    is etcd's v2 API, whose keys do so while no server runs, too."""
+    """`later` schedules what nobody's death stops. Leased keys go `ttl_s` after their last refresh;
+    `expires_while_down` is etcd's v2 API, whose keys do so while no server runs, too."""
 
     def __init__(self, chance: random.Random, later: Callable[[float, Callable[[], None]], None]) -> None:
         self._random, self._later = chance, later

@@ -1,4 +1,4 @@
-"""Random lives of jobs: once faults stop, the job runs on all living nodes that it can use, or ends with one verdict."""
+"""Random lives of jobs: once faults stop, a job runs on all living nodes that it can use, or ends with one verdict."""
 
 from __future__ import annotations
 

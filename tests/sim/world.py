@@ -92,7 +92,9 @@ class World:
     # --- nodes ----------------------------------------------------------------------------------------------------
 
     def new_host(self) -> None:
-        host = Host(len(self.hosts), self.num_workers, self.random.choice([0.0, -3600.0, 3600.0 * self.random.random()]))
+        host = Host(
+            len(self.hosts), self.num_workers, self.random.choice([0.0, -3600.0, 3600.0 * self.random.random()])
+        )
         self.hosts[host.index] = host
         self.start(host)
 
