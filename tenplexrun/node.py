@@ -92,7 +92,7 @@ class Node:
             await self._warm_up()
             launch = Launch(spec.run_id, member, self._settings(), spec.timeouts.lease_s, meeting.hosted)
             agent = Agent(launch, coordination, services, desk, died, signals)
-            agent.on_joined = lambda key: self.processes.set_cleanup(coordination.delete_urls(key))
+            agent.on_joined = lambda key: self.processes.set_cleanup(coordination.removals(key))
             return await agent.run()
         finally:
             watching.cancel()
