@@ -7,6 +7,7 @@ All are JSON documents in the coordination store, below `runs/<run_id>/<run_epoc
     round                   one Round, changed by compare-and-swap only by the decider
     acks/<number>/<node>    Ack: the last word of a node about that round
     requests/<id>           Request; answered below answers/<id>
+    progress                {"round", "step", "restarts_left"} as rank 0's node saw it last, for people
 """
 
 from __future__ import annotations

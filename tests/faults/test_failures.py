@@ -7,10 +7,13 @@ import os
 import re
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
-from cluster import BIN, Cluster
+from cluster import BIN, Cluster, descendants
+
+from tenplexrun.agent.sweep import sweep
 
 SAVES = """\
 import os, signal, sys, time
@@ -235,6 +238,38 @@ def test_a_signal_before_the_job_has_begun(cluster: Cluster, tmp_path: Path) -> 
     cluster.agents["a"].send_signal(signal.SIGTERM)
     assert cluster.exit_code("a") == 128 + signal.SIGTERM
     assert "Traceback" not in cluster.log("a")
+
+
+# --- nothing is orphaned ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_what_workers_have_started_is_found_when_agent_and_guardian_are_killed_at_once(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """A daemon of a worker is nobody's child then, and no forked interpreter: the next start ends it."""
+    command = script(
+        tmp_path,
+        "import subprocess, time\n"
+        "daemon = subprocess.Popen(['sleep', '1000'], start_new_session=True)\n"
+        "print('DAEMON', daemon.pid, flush=True)\n"
+        "time.sleep(1000)\n",
+    )
+    cluster.start("a", "127.0.0.1", [], command)
+    until(cluster, "a", "DAEMON")
+    daemon = Path("/proc") / re.findall(r"DAEMON (\d+)", cluster.log("a"))[0]
+    agent = cluster.agents.pop("a")
+    [guardian] = [pid for pid in descendants(agent.pid) if "guardian.py" in Path(f"/proc/{pid}/cmdline").read_text()]
+    os.kill(agent.pid, signal.SIGSTOP)  # so that neither sees the other's end
+    os.kill(guardian, signal.SIGKILL)
+    agent.kill()
+    agent.wait()
+    assert "sleep" in (daemon / "cmdline").read_text()
+    sweep()
+    deadline = time.monotonic() + 60
+    while daemon.exists() and (daemon / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 # --- suspected hangs ----------------------------------------------------------------------------------------------
