@@ -31,6 +31,8 @@ from tenplexrun.ports import Coordination, Lease
 PERSIST_S = 60.0
 RETRY_S = 0.3
 LEAVE_TIMEOUT_S = 40.0
+URGENT_S = 3.0
+"""Who was told twice to end waits no longer for the others to hear of it."""
 PING_S = 2.0
 ENDING_THE_JOB = (signal.SIGINT, signal.SIGQUIT)
 
@@ -152,7 +154,10 @@ class Agent:
     async def _leave(self, lease: Lease) -> None:
         """End the membership. Who hosts the store stays until the others have seen the end."""
         others = await leave_run(self._coordination, self._folder, lease)
-        while self._launch.hosts_store and others and self._verdict.done() and not self._signals.urgent:
+        patient_until = time.monotonic() + LEAVE_TIMEOUT_S
+        while self._launch.hosts_store and others and self._verdict.done() and time.monotonic() < patient_until:
+            if self._signals.urgent:
+                patient_until = min(patient_until, time.monotonic() + URGENT_S)
             await asyncio.sleep(RETRY_S)
             others = bool(await self._coordination.list(f"{self._folder}/members"))
 
@@ -184,16 +189,28 @@ class Agent:
 
     async def _ping(self) -> None:
         """Without its store a job trains on, but can neither change nor end together: not for ever."""
-        answered = time.monotonic()
+        answered, published = time.monotonic(), ""
         while time.monotonic() < answered + PERSIST_S:
             await asyncio.sleep(PING_S)
             try:
                 await self._coordination.get(f"{self._folder}/decider")
                 answered = time.monotonic()
+                published = await self._publish_progress(published)
             except CoordinationError as error:
                 self._services.events.emit("store_away", seconds=time.monotonic() - answered, message=str(error))
         reason = f"the coordination store has been away for {PERSIST_S:.0f} s; was the node that hosts it lost?"
         self._finish(Verdict(CoordinationError.exit_code, reason))
+
+    async def _publish_progress(self, published: str) -> str:
+        """What only rank 0's node knows of the round, for `tenplexctl status`."""
+        session = self._session
+        if session is None or session.round.nodes[0] != self._member.node:
+            return published
+        left = max(0, self._launch.settings.max_restarts - session.round.failures)
+        document = json.dumps({"round": session.round.number, "step": session.hold(None), "restarts_left": left})
+        if document != published:
+            await self._coordination.put(f"{self._folder}/progress", document)
+        return document
 
     async def _on_commit(self, round_number: int, step: int) -> None:
         if self._session is not None and self._session.round.number == round_number:
@@ -210,23 +227,35 @@ class Agent:
                 await self._coordination.delete(key, held.token)
 
     def _on_signal(self, signum: signal.Signals) -> None:
-        code = 128 + signum
-        if self._signals.urgent or self._machine.round is None:
+        code, urgent, round_ = 128 + signum, self._signals.urgent, self._machine.round
+        if round_ is None:
             self._finish(Verdict(code, f"ended by {signum.name}"))
             return
         # A node that hosts the store takes it along, and with it whatever the others could agree on.
-        ends = signum in ENDING_THE_JOB or self._launch.hosts_store
-        self._services.events.say(f"{signum.name}: " + ("the job ends" if ends else "this node leaves"))
+        ends = signum in ENDING_THE_JOB or self._launch.hosts_store or round_.phase == "ended"
+        self._services.events.say(
+            f"{signum.name}: " + ("the job ends" if ends else "this node leaves") + urgent * ", at once"
+        )
         node = self._member.node
+        if urgent:
+            self._hurry(Verdict(code, f"ended by {signum.name}, asked twice"), wait=ends)
         if ends:
             detail = f"ended by {signum.name} on {node}"
-            request = Request(uuid.uuid4().hex[:8], "end", code=code, detail=detail, signum=signum)
-        else:
+            self._request(Request(uuid.uuid4().hex[:8], "end", code=code, detail=detail, signum=signum, urgent=urgent))
+        elif not urgent:
             self._machine.draining = True
-            request = Request(node, "drain", node=node, code=code, detail=signum.name, signum=signum)
             if self._machine.live is None:
                 self._finish(Verdict(code, f"left by {signum.name}"))
                 return
+            self._request(Request(node, "drain", node=node, code=code, detail=signum.name, signum=signum))
+
+    def _hurry(self, verdict: Verdict, wait: bool) -> None:
+        """Asked twice: no grace here. `wait`: for the others, who are to hear of it, too; but not for long."""
+        if self._session is not None:
+            self._spawn(self._session.stop(lc.StopWorkers(self._session.round.number, "kill")))
+        asyncio.get_running_loop().call_later(URGENT_S if wait else 0.0, self._finish, verdict)
+
+    def _request(self, request: Request) -> None:
         document = json.dumps(rounds.to_json(request))
         self._spawn(
             self._persistently(lambda: self._coordination.put(f"{self._folder}/requests/{request.id}", document))

@@ -40,6 +40,7 @@ class Decider:
         self._news = asyncio.Event()
         self._written: tuple[str | None, KeyValue] | None = None  # token that we replaced, and what by
         self._seen: dict[str, float] = {}
+        self._asked: dict[str, float] = {}
         self._since: tuple[object, float] = (None, 0.0)
         self._layouts: dict[str, Layout] = {}
         self._reason = ""
@@ -171,6 +172,8 @@ class Decider:
         round_ = None if current is None else rounds.round_from_json(json.loads(current.value))
         members = {member.node: member for member in map(rounds.member_from_json, self._documents("members").values())}
         self._seen = {node: self._seen.get(node, now) for node in members}
+        requests = tuple(map(rounds.request_from_json, self._documents("requests").values()))
+        self._asked = {request.id: self._asked.get(request.id, now) for request in requests}
         state = None if round_ is None else (round_.number, round_.phase, round_.stop)
         if self._since[1] == 0.0 or self._since[0] != state:
             self._since = (state, now)
@@ -181,10 +184,11 @@ class Decider:
             seen=self._seen,
             round=round_,
             acks={node: rounds.ack_from_json(ack) for node, ack in acks.items()},
-            requests=tuple(map(rounds.request_from_json, self._documents("requests").values())),
+            requests=requests,
             layouts=self._layouts,
             since=self._since[1],
             wall=time.time(),
+            asked=self._asked,
         )
 
     def _documents(self, kind: str) -> dict[str, dict[str, Any]]:

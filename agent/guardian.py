@@ -9,7 +9,7 @@ milliseconds and nothing a user installs can break it. One JSON object a packet 
 SOCK_SEQPACKET socket, descriptors beside it (SCM_RIGHTS):
 
     agent -> guardian  {"id", "op": "spawn", "name", "argv", "env": {name: value|null}, "cwd", "targets": [fd, ...]}
-                       {"op": "kill", "pid", "signum"}   {"op": "cleanup", "delete_urls", "mounts"}   {"op": "end"}
+                       {"op": "kill", "pid", "signum"}   {"op": "cleanup", "removals", "mounts"}   {"op": "end"}
     guardian -> agent  {"re", "ok": {"pid"}} or {"re", "error": {"kind", "message"}}
                        {"op": "exit", "pid", "name", "code"}       (code as in `subprocess`: -N is signal N)
 
@@ -30,7 +30,10 @@ import socket
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # slow, and seldom needed
+    import http.client
 
 Record = dict[str, Any]
 
@@ -150,29 +153,41 @@ def remove_node_dir(directory: str) -> None:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def delete_key(urls: Sequence[str]) -> bool:
-    """Plain HTTP DELETE at the first of the etcd servers that answers."""
-    import base64
+def remove_key(removals: Sequence[Record]) -> bool:
+    """Plain HTTP requests at the first of the etcd servers that answers.
+
+    A removal: {"url": "https://host:port", "tls": {"ca_cert", "cert", "key"} (paths or null), "requests":
+    [[method, path, headers, body], ...]}; a "token" in an answer (of a login) is sent along with the next request.
+    """
     import http.client
+
+    for removal in removals:
+        try:
+            connection = _connection(removal["url"], removal["tls"])
+            token = {}
+            for method, path, headers, body in removal["requests"]:
+                connection.request(method, path, body, {**headers, **token})
+                answer = connection.getresponse().read()
+                if b'"token"' in answer:
+                    token = {"Authorization": json.loads(answer)["token"]}
+            return True
+        except (OSError, ValueError, http.client.HTTPException):
+            continue
+    return False
+
+
+def _connection(url: str, tls: Mapping[str, str | None]) -> http.client.HTTPConnection:
+    import http.client
+    import ssl
     import urllib.parse
 
-    for url in urls:
-        parts = urllib.parse.urlsplit(url)
-        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        headers = {}
-        if parts.username is not None:
-            login = f"{urllib.parse.unquote(parts.username)}:{urllib.parse.unquote(parts.password or '')}"
-            headers["Authorization"] = "Basic " + base64.b64encode(login.encode()).decode()
-        connection = kind(parts.hostname or "", parts.port, timeout=HTTP_TIMEOUT_S)
-        try:
-            connection.request("DELETE", parts.path, headers=headers)
-            connection.getresponse()
-            return True
-        except (OSError, http.client.HTTPException):
-            continue
-        finally:
-            connection.close()
-    return False
+    parts = urllib.parse.urlsplit(url)
+    if parts.scheme == "http":
+        return http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=HTTP_TIMEOUT_S)
+    context = ssl.create_default_context(cafile=tls["ca_cert"])
+    if tls["cert"] is not None:
+        context.load_cert_chain(tls["cert"], tls["key"])
+    return http.client.HTTPSConnection(parts.hostname or "", parts.port, timeout=HTTP_TIMEOUT_S, context=context)
 
 
 class Guardian:
@@ -182,7 +197,7 @@ class Guardian:
         self._control, self._agent, self._node_dir = control, agent_pidfd, node_dir
         self._names: dict[int, str] = {}  # by pid, of the processes the agent asked for
         self._pidfds: dict[int, int] = {}  # by pid
-        self._urls: list[str] = []
+        self._removals: list[Record] = []
         self._mounts: list[str] = []
         self._poll = select.poll()
         self._poll.register(control, select.POLLIN)
@@ -213,7 +228,7 @@ class Guardian:
                 with contextlib.suppress(OSError):
                     os.kill(record["pid"], record["signum"])
             elif record["op"] == "cleanup":
-                self._urls, self._mounts = record["delete_urls"], record["mounts"]
+                self._removals, self._mounts = record["removals"], record["mounts"]
         finally:
             for fd in fds:
                 os.close(fd)
@@ -264,7 +279,7 @@ class Guardian:
     def _clean_up(self) -> None:
         for point in self._mounts:
             unmount(point)
-        delete_key(self._urls)
+        remove_key(self._removals)
         remove_node_dir(self._node_dir)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 from collections.abc import AsyncIterator, Mapping
 
 from tenplexrun.errors import CompareFailedError
@@ -81,6 +82,10 @@ class MemoryCoordination:
 
     def __init__(self, store: MemoryStore) -> None:
         self._store = store
+
+    @property
+    def connected_s(self) -> float:
+        return math.inf
 
     async def get(self, key: str) -> KeyValue | None:
         return self._store.get(key)

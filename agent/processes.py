@@ -111,10 +111,10 @@ class Processes:
         """Send a signal; nothing happens if the process has ended (a reused pid is never hit)."""
         self._packets.notify("kill", pid=pid, signum=int(signum))
 
-    def set_cleanup(self, delete_urls: Sequence[str], mounts: Sequence[str] = ()) -> None:
+    def set_cleanup(self, removals: Sequence[Record], mounts: Sequence[str] = ()) -> None:
         """What the guardian does at the end beside killing all and removing the node directory with what is mounted
-        below it: HTTP DELETE at the first of the URLs that answers (the member key), mounts elsewhere to detach."""
-        self._packets.notify("cleanup", delete_urls=list(delete_urls), mounts=list(mounts))
+        below it: removing the member key (see `guardian.remove_key`), mounts elsewhere to detach."""
+        self._packets.notify("cleanup", removals=list(removals), mounts=list(mounts))
 
     async def close(self) -> None:
         """Have everything killed and cleaned up. Returns when it is done."""

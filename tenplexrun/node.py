@@ -92,7 +92,7 @@ class Node:
             await self._warm_up()
             launch = Launch(spec.run_id, member, self._settings(), spec.timeouts.lease_s, meeting.hosted)
             agent = Agent(launch, coordination, services, desk, died, signals)
-            agent.on_joined = lambda key: self.processes.set_cleanup(coordination.delete_urls(key))
+            agent.on_joined = lambda key: self.processes.set_cleanup(coordination.removals(key))
             return await agent.run()
         finally:
             watching.cancel()
@@ -132,6 +132,7 @@ class Node:
             max_restarts=spec.max_restarts,
             snapshot_every=spec.snapshot_every,
             grace_s=spec.timeouts.grace_s,
+            node_dir=str(self.node_dir),
             store=store_address,
             token_file=str(self.node_dir / "token"),
             agent=f"unix:{self.node_dir / 'agent.sock'}",

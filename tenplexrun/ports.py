@@ -37,6 +37,10 @@ class Coordination(Protocol):
     CompareFailedError when a comparison was lost.
     """
 
+    @property
+    def connected_s(self) -> float:
+        """For how long the store has answered without a break, seconds. Leases may have run out in a break."""
+
     async def get(self, key: str) -> KeyValue | None: ...
     async def put(self, key: str, value: str) -> KeyValue: ...
     async def create(self, key: str, value: str) -> KeyValue:

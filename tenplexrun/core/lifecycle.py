@@ -175,7 +175,8 @@ class Lifecycle:
             return self._on_running(seen)
         if seen.phase == "ended":
             failed = seen.verdict is not None and seen.verdict.failure is not None
-            return [Exit(seen)] if self.live is None else self._stop("rescue" if failed else "terminate")
+            how: How = "kill" if seen.stop.urgent else "rescue" if failed else "terminate"
+            return [Exit(seen)] if self.live is None else self._stop(how)
         if self.live is None:
             return self._gather(seen.number)
         if self._stopping:

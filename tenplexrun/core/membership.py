@@ -12,7 +12,7 @@ A round is decided from what is written alone, so that another decider can go on
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from tenplexrun.core import forming
 from tenplexrun.core.layout import Layout
@@ -23,6 +23,9 @@ from tenplexrun.errors import QuorumLostError, RendezvousTimeoutError
 
 BLAME_S = 2.0
 """How long a job without restarts left waits for the news that a node is gone: links tell in milliseconds."""
+DRAIN_WINDOW_S = 0.5
+"""A scheduler takes nodes back one by one: those that are told to leave within this time leave in one change."""
+LONG_AGO = float("-inf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +50,8 @@ class Settings:
 class View:
     """All that the decider knows. `seen`: when it first saw each member; `since`: when it saw the round as it is.
 
-    `missing_since`: since when too few nodes are there. Times are of the decider's monotonic clock.
+    `asked`: when it first saw each request; one that is not in it has waited long enough. Times are of the decider's
+    monotonic clock.
     """
 
     decider: str
@@ -59,6 +63,7 @@ class View:
     layouts: Mapping[str, Layout]
     since: float
     wall: float
+    asked: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +87,11 @@ def decide(view: View, settings: Settings, now: float) -> Decision:
     """The next decision. Same view, settings and time: same decision."""
     if view.round is None:
         return _start(view, settings, now)
-    if view.round.phase == "ended":
-        return Decision("the job has ended")
     ending = next((request for request in view.requests if request.kind == "end"), None)
+    if view.round.phase == "ended":
+        if view.round.stop.urgent or not any(request.urgent for request in view.requests):
+            return Decision("the job has ended")
+        return Decision("asked again: no grace", replace(view.round, stop=replace(view.round.stop, urgent=True)))
     if ending is not None:
         return _end(view.round, Verdict(ending.code, ending.detail), view.wall, Stop("now", signum=ending.signum))
     if view.round.decider != view.decider:
@@ -134,10 +141,12 @@ def _watch(view: View, round_: Round, settings: Settings, now: float) -> Decisio
     lost = [p for p in round_.participants if p.node not in view.members]
     if lost:
         return _regather(view, round_, _loss(lost, view.wall), Stop("now"))
-    for request in view.requests:
-        decision = _on_request(view, round_, settings, request)
-        if decision is not None:
-            return decision
+    leaving = [request for request in view.requests if request.kind == "drain" and request.node in round_.nodes]
+    if leaving:  # a spare leaves by itself
+        return _on_drains(view, round_, settings, now, leaving)
+    wish = next((request for request in view.requests if request.kind == "resize"), None)
+    if wish is not None:
+        return _on_resize(view, round_, settings, wish)
     return _on_joiners(view, round_, settings, now)
 
 
@@ -155,16 +164,27 @@ def _after_failure(view: View, round_: Round, settings: Settings, failure: Failu
     return _regather(view, failed, cause, Stop("now"))
 
 
-def _on_request(view: View, round_: Round, settings: Settings, request: Request) -> Decision | None:
-    if request.kind == "drain":
-        if request.node not in round_.nodes:
-            return None  # a spare leaves by itself
-        rest = [m for node, m in view.members.items() if node not in _draining(view)]
-        if forming.select(rest, round_.sizes, settings.min_nodes, settings.max_nodes) is None:
-            message = f"node {request.node} leaves and too few would stay ({request.detail})"
-            return _end(round_, Verdict(request.code, message), view.wall, Stop("now", signum=request.signum))
-        cause = Cause("node_left", f"node {request.node} leaves: {request.detail}", view.wall)
-        return _regather(view, round_, cause, Stop("boundary", signum=request.signum))
+def _on_drains(view: View, round_: Round, settings: Settings, now: float, leaving: list[Request]) -> Decision:
+    """Nodes that were told to leave: together, in one change."""
+    staying = [member for node, member in view.members.items() if node not in _draining(view)]
+    if forming.select(staying, round_.sizes, settings.min_nodes, settings.max_nodes) is None:
+        return _end_by_drain(view, round_, leaving[0])
+    ready_at = min(view.asked.get(request.id, LONG_AGO) for request in leaving) + DRAIN_WINDOW_S
+    if now < ready_at:
+        return Decision("a node leaves, waiting a moment for others that do", wake_at=ready_at)
+    names = ", ".join(str(request.node) for request in leaving)
+    reasons = ", ".join(dict.fromkeys(request.detail for request in leaving))
+    many = len(leaving) > 1
+    cause = Cause("node_left", f"node{'s' * many} {names} leave{'' if many else 's'}: {reasons}", view.wall)
+    return _regather(view, round_, cause, Stop("boundary", signum=leaving[0].signum))
+
+
+def _end_by_drain(view: View, round_: Round, request: Request) -> Decision:
+    message = f"node {request.node} leaves and too few would stay ({request.detail})"
+    return _end(round_, Verdict(request.code, message), view.wall, Stop("now", signum=request.signum))
+
+
+def _on_resize(view: View, round_: Round, settings: Settings, request: Request) -> Decision:
     try:
         sizes = ParallelConfig.from_json({**round_.sizes.to_json(), **(request.sizes or {}), "dp": 1})
     except ValueError as error:
@@ -304,6 +324,10 @@ def _form(view: View, round_: Round, settings: Settings, now: float, gathered: M
     members = forming.in_rank_order(staying, round_.nodes, view.seen)
     selection = forming.select(members, round_.sizes, settings.min_nodes, settings.max_nodes)
     if selection is None:
+        left = [request for request in view.requests if request.kind == "drain" and request.node in view.members]
+        everyone = forming.select([*view.members.values()], round_.sizes, settings.min_nodes, settings.max_nodes)
+        if left and everyone is not None:
+            return _end_by_drain(view, round_, left[0])
         return _too_few(view, round_, settings, now, members)
     snapshot, sources = forming.recover(gathered, view.members, view.layouts)
     layout = None if snapshot is None else view.layouts[snapshot.digest]

@@ -7,6 +7,7 @@ All are JSON documents in the coordination store, below `runs/<run_id>/<run_epoc
     round                   one Round, changed by compare-and-swap only by the decider
     acks/<number>/<node>    Ack: the last word of a node about that round
     requests/<id>           Request; answered below answers/<id>
+    progress                {"round", "step", "restarts_left"} as rank 0's node saw it last, for people
 """
 
 from __future__ import annotations
@@ -92,6 +93,7 @@ class Stop:
     """How the workers of the round before are stopped. `hold` is the first step that is not to be run.
 
     `signum`: what they are sent where nothing but a signal tells them. `hung`: some did not do as they were told.
+    `urgent`: somebody has asked twice, nobody gets any grace.
     """
 
     mode: Literal["now", "boundary"] = "now"
@@ -100,6 +102,7 @@ class Stop:
     tries: int = 0
     signum: int = signal.SIGTERM
     hung: bool = False
+    urgent: bool = False
 
     def now(self, hung: bool = False) -> Stop:
         """No boundary any more."""
@@ -143,7 +146,7 @@ class Verdict:
 class Request:
     """A wish of a user or node. kind "resize": new fixed sizes. "drain": `node` leaves. "end": the job ends.
 
-    `signum`: the signal that a person or scheduler sent, for the workers.
+    `signum`: the signal that a person or scheduler sent, for the workers. `urgent`: not for the first time.
     """
 
     id: str
@@ -153,6 +156,7 @@ class Request:
     code: int = 0
     detail: str = ""
     signum: int = signal.SIGTERM
+    urgent: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,53 +1,33 @@
-"""What every adapter of the Coordination port does, and what each trap of etcd's v2 API must not do to us."""
+"""What every adapter of the Coordination port does, over real servers of every kind."""
 
 from __future__ import annotations
 
 import asyncio
-import signal
-import time
-import urllib.request
-import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
-import etcd
 import pytest
+from stores import Store
 
-from tenplexrun.agent import etcd_v2
-from tenplexrun.agent.embedded import reachable
-from tenplexrun.agent.etcd_v2 import ROOT, EtcdV2
-from tenplexrun.agent.memory import MemoryCoordination, MemoryStore
-from tenplexrun.errors import CompareFailedError, CoordinationError
+from tenplexrun.agent.memory import MemoryCoordination
+from tenplexrun.errors import CompareFailedError
 from tenplexrun.ports import Coordination, KeyValue
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 Test = Callable[[Coordination, Coordination, str, Callable[[Any], None]], Awaitable[None]]
 
 
-@pytest.fixture(params=["memory", "etcd_v2"])
-def check(request: pytest.FixtureRequest) -> Callable[[Test], None]:
+@pytest.fixture
+def check(store: Store) -> Callable[[Test], None]:
     """Runs a test with two clients of one store, a folder of its own, and what lets a lease's holder die."""
 
-    def memory(test: Test) -> Awaitable[None]:
-        store = MemoryStore()
-        return test(
-            MemoryCoordination(store), MemoryCoordination(store), "folder", lambda lease: store.expire(lease.key)
-        )
-
-    endpoint = request.getfixturevalue("etcd_server").endpoint if request.param == "etcd_v2" else ""
-
-    async def etcd_v2_(test: Test) -> None:
-        one, two = EtcdV2([endpoint]), EtcdV2([endpoint])
+    async def bounded(test: Test) -> None:
+        one, two = store.connect(), store.connect()
         try:
-            await test(one, two, uuid.uuid4().hex, lambda lease: lease.abandon())
+            await asyncio.wait_for(test(one, two, store.folder(), store.die), DEADLINE_S)
         finally:
             await one.close()
             await two.close()
-
-    adapter = memory if request.param == "memory" else etcd_v2_
-
-    async def bounded(test: Test) -> None:
-        await asyncio.wait_for(adapter(test), DEADLINE_S)
 
     return lambda test: asyncio.run(bounded(test))
 
@@ -223,165 +203,3 @@ def test_holder_learns_that_its_key_was_removed(check: Callable[[Test], None]) -
         assert (await two.get(key) or seen).value == "somebody else's"
 
     check(test)
-
-
-# --- etcd's v2 API only ---
-
-
-def run(test: Awaitable[None]) -> None:
-    asyncio.run(asyncio.wait_for(test, DEADLINE_S))  # type: ignore[arg-type]
-
-
-def test_false_already_exist_after_a_lost_answer(etcd_server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The request is carried out, its answer is lost, python-etcd or we send it again."""
-    lose = {"create": 1, "swap": 1}
-    original = etcd.Client.write
-
-    def write(self: etcd.Client, key: str, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, key, *args, **kwargs)
-        kind = "create" if kwargs.get("prevExist") is False else "swap"
-        if lose[kind]:
-            lose[kind] -= 1
-            raise etcd.EtcdConnectionFailed("answer lost")
-        return result
-
-    async def test() -> None:
-        client, key = EtcdV2([etcd_server.endpoint]), uuid.uuid4().hex
-        created = await client.create(key, "1")
-        swapped = await client.swap(key, "2", created.token)
-        assert lose == {"create": 0, "swap": 0}
-        assert await client.get(key) == swapped
-        await client.close()
-
-    monkeypatch.setattr(etcd.Client, "write", write)
-    run(test())
-
-
-def test_watch_survives_a_cleared_history(etcd_server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More than 1,000 events pass elsewhere while a watch is between two requests."""
-    monkeypatch.setattr(etcd_v2, "WATCH_TIMEOUT_S", 0.5)
-    gate = {"pass": True, "cleared": False}
-    original, read = etcd_v2._tree, etcd.Client.read
-
-    def spying_read(self: etcd.Client, key: str, **options: Any) -> Any:
-        try:
-            return read(self, key, **options)
-        except etcd.EtcdEventIndexCleared:
-            gate["cleared"] = True
-            raise
-
-    def tree(client: etcd.Client, prefix: str) -> Any:
-        result = original(client, prefix)
-        while not gate["pass"]:
-            time.sleep(0.01)
-        return result
-
-    monkeypatch.setattr(etcd_v2, "_tree", tree)
-    monkeypatch.setattr(etcd.Client, "read", spying_read)
-
-    async def test() -> None:
-        client, folder = EtcdV2([etcd_server.endpoint]), uuid.uuid4().hex
-        watch = client.watch(folder)
-        assert await anext(watch) == {}
-        gate["pass"] = False
-        await client.put(f"{folder}/k", "before")  # wakes the watch, which then stands at the gate
-        await asyncio.sleep(0.6)
-        raw = etcd.Client("127.0.0.1", etcd_server.port)
-        await asyncio.to_thread(lambda: [raw.write(f"/other/{folder}", str(n)) for n in range(1100)])
-        await client.put(f"{folder}/k", "after")
-        gate["pass"] = True
-        await until(watch, {f"{folder}/k": "after"})
-        assert gate["cleared"]
-        await client.close()
-
-    run(test())
-
-
-def test_outage_is_waited_out(own_etcd: Any) -> None:
-    async def test() -> None:
-        client = EtcdV2([own_etcd.endpoint])
-        watch = client.watch("w")
-        lease = await client.hold("members/n", "me", 60)
-        assert await anext(watch) == {}
-        own_etcd.kill()
-        pending = asyncio.ensure_future(client.put("w/k", "written when it is back"))
-        await asyncio.sleep(1)
-        own_etcd.start()
-        await pending
-        await until(watch, {"w/k": "written when it is back"})
-        assert not lease.lost.is_set()
-        await lease.release()
-        await client.close()
-
-    run(test())
-
-
-def test_unreachable_in_bounded_time(own_etcd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(etcd_v2, "GIVE_UP_S", 1.0)
-    monkeypatch.setattr(etcd_v2, "REQUEST_TIMEOUT_S", 0.5)
-
-    async def test() -> None:
-        client = EtcdV2([own_etcd.endpoint])
-        own_etcd.signal(signal.SIGSTOP)
-        with pytest.raises(CoordinationError, match="cannot reach etcd"):
-            await client.get("k")
-        own_etcd.signal(signal.SIGCONT)
-        assert await client.get("k") is None
-        own_etcd.kill()
-        with pytest.raises(CoordinationError, match="cannot reach etcd"):
-            await client.create("k", "v")
-        assert not await reachable(own_etcd.endpoint)
-        await client.close()
-
-    run(test())
-
-
-def test_another_server_is_tried(etcd_server: Any) -> None:
-    async def test() -> None:
-        client, key = EtcdV2(["127.0.0.1:1", etcd_server.endpoint, "127.0.0.1:2"]), uuid.uuid4().hex
-        for number in range(5):
-            await client.put(key, str(number))
-        assert await reachable(etcd_server.endpoint)
-        await client.close()
-
-    run(test())
-
-
-def test_a_blocked_loop_does_not_lose_a_lease(etcd_server: Any) -> None:
-    async def test() -> None:
-        client, key = EtcdV2([etcd_server.endpoint]), uuid.uuid4().hex
-        watches = [client.watch(f"{key}/{n}") for n in range(8)]
-        for watch in watches:
-            await anext(watch)
-        lease = await client.hold(key, "me", 1)
-        time.sleep(3)
-        assert await client.get(key) is not None
-        assert not lease.lost.is_set()
-        await lease.release()
-        await client.close()
-
-    run(test())
-
-
-def test_delete_urls_are_what_the_guardian_needs(etcd_server: Any) -> None:
-    async def test() -> None:
-        client, key = EtcdV2([etcd_server.endpoint]), f"{uuid.uuid4().hex}/a b/ü"
-        await client.put(key, "v")
-        for url in client.delete_urls(key):
-            request = urllib.request.Request(url, method="DELETE")
-            await asyncio.to_thread(lambda request=request: urllib.request.urlopen(request).close())
-        assert await client.get(key) is None
-        await client.close()
-
-    run(test())
-
-
-def test_foreign_keys_stay_outside(etcd_server: Any) -> None:
-    async def test() -> None:
-        client, key = EtcdV2([etcd_server.endpoint]), uuid.uuid4().hex
-        await client.put(key, "v")
-        raw = etcd.Client("127.0.0.1", etcd_server.port)
-        assert await asyncio.to_thread(lambda: raw.read(ROOT + key).value.endswith(" v"))
-        await client.close()
-
-    run(test())

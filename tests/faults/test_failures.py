@@ -7,10 +7,13 @@ import os
 import re
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
-from cluster import BIN, Cluster
+from cluster import BIN, Cluster, descendants
+
+from tenplexrun.agent.sweep import sweep
 
 SAVES = """\
 import os, signal, sys, time
@@ -195,15 +198,37 @@ def test_a_pre_emption_signal_that_is_listed_drains_and_reaches_the_workers(clus
     assert "SAVED" in cluster.log("a")
 
 
-def test_a_second_signal_ends_at_once(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_second_signal_ends_all_nodes_at_once(cluster: Cluster, tmp_path: Path) -> None:
+    """Also where it came to the node that hosts the store, which leaves after the others have heard of it."""
     command = script(tmp_path, SAVES + "while True: time.sleep(0.1)\n")
     env = {**os.environ, "SAVE_S": "1000"}
-    cluster.start("a", "127.0.0.1", ["--shutdown-timeout=900"], command, env)
-    until(cluster, "a", "UP 0")
+    for node, address in (("a", "127.0.0.1"), ("b", "127.0.0.2")):
+        cluster.start(node, address, ["--nnodes=2", "--shutdown-timeout=900"], command, env)
+    until(cluster, "a", "UP")
+    until(cluster, "b", "UP")
     cluster.agents["a"].send_signal(signal.SIGTERM)
     until(cluster, "a", "SAVING")
+    until(cluster, "b", "SAVING")
     cluster.agents["a"].send_signal(signal.SIGTERM)
-    assert cluster.exit_code("a") == 128 + signal.SIGTERM
+    assert end(cluster, "a", "b") == {128 + signal.SIGTERM}
+    assert "the coordination store" not in cluster.log("b")
+
+
+@pytest.mark.slow
+def test_nodes_that_are_told_to_leave_together_leave_in_one_change(cluster: Cluster, tmp_path: Path) -> None:
+    command = script(tmp_path, SAVES + "while True: time.sleep(0.1)\n")
+    for number, node in enumerate("abc", 1):
+        cluster.start(node, f"127.0.0.{number}", ["--nnodes=1:3", "--rdzv-conf=last_call_timeout=60"], command)
+    for node in "abc":
+        until(cluster, node, "UP")
+    for node in "bc":
+        cluster.agents[node].send_signal(signal.SIGTERM)
+    assert end(cluster, "b", "c") == {128 + signal.SIGTERM}
+    cluster.wait(lambda: cluster.log("a").count("UP") == 2, "the round of the node that stays")
+    cluster.agents["a"].send_signal(signal.SIGINT)
+    assert cluster.exit_code("a") == 130
+    formed = [event for event in cluster.events(kind="round") if event["phase"] == "running"]
+    assert [len(event["nodes"]) for event in formed] == [3, 1]
 
 
 def test_a_signal_before_the_job_has_begun(cluster: Cluster, tmp_path: Path) -> None:
@@ -213,6 +238,38 @@ def test_a_signal_before_the_job_has_begun(cluster: Cluster, tmp_path: Path) -> 
     cluster.agents["a"].send_signal(signal.SIGTERM)
     assert cluster.exit_code("a") == 128 + signal.SIGTERM
     assert "Traceback" not in cluster.log("a")
+
+
+# --- nothing is orphaned ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_what_workers_have_started_is_found_when_agent_and_guardian_are_killed_at_once(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """A daemon of a worker is nobody's child then, and no forked interpreter: the next start ends it."""
+    command = script(
+        tmp_path,
+        "import subprocess, time\n"
+        "daemon = subprocess.Popen(['sleep', '1000'], start_new_session=True)\n"
+        "print('DAEMON', daemon.pid, flush=True)\n"
+        "time.sleep(1000)\n",
+    )
+    cluster.start("a", "127.0.0.1", [], command)
+    until(cluster, "a", "DAEMON")
+    daemon = Path("/proc") / re.findall(r"DAEMON (\d+)", cluster.log("a"))[0]
+    agent = cluster.agents.pop("a")
+    [guardian] = [pid for pid in descendants(agent.pid) if "guardian.py" in Path(f"/proc/{pid}/cmdline").read_text()]
+    os.kill(agent.pid, signal.SIGSTOP)  # so that neither sees the other's end
+    os.kill(guardian, signal.SIGKILL)
+    agent.kill()
+    agent.wait()
+    assert "sleep" in (daemon / "cmdline").read_text()
+    sweep()
+    deadline = time.monotonic() + 60
+    while daemon.exists() and (daemon / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 # --- suspected hangs ----------------------------------------------------------------------------------------------

@@ -39,7 +39,9 @@ async def main():
     root, node, url, mount, script = sys.argv[1:]
     node_dir = make_node_dir(node, Path(root))
     processes = await Processes.start(node_dir)
-    processes.set_cleanup(["http://127.0.0.1:1/nobody", url], [mount] if mount else [])
+    requests = [["DELETE", "/v2/keys/tenplexrun/members/n", {}, ""]]
+    removals = [{"url": each, "tls": {}, "requests": requests} for each in ("http://127.0.0.1:1", url)]
+    processes.set_cleanup(removals, [mount] if mount else [])
     one = await processes.spawn("one", ["sleep", "1000"])
     two = await processes.spawn("two", [sys.executable, script])
     pool = Pool(processes, Command("script", (script,), os.getcwd()))
@@ -102,7 +104,7 @@ class Requests:
         self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.thread = threading.Thread(target=self.server.serve_forever, daemon=True)
         self.thread.start()
-        self.url = f"http://127.0.0.1:{self.server.server_port}/v2/keys/tenplexrun/members/n"
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
 
     def close(self) -> None:
         self.server.shutdown()

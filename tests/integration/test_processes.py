@@ -122,7 +122,7 @@ def test_embedded_etcd_serves_and_ends(check: Callable[[Test], None]) -> None:
         client = EtcdV2([server.endpoint])
         await client.put("a", "1")
         lease = await client.hold("members/n", "me", 60)
-        processes.set_cleanup(client.delete_urls(lease.key))
+        processes.set_cleanup(client.removals(lease.key))
         host, _, port = server.endpoint.rpartition(":")
         with pytest.raises(ProcessError, match=r"ended at once.*address already in use"):
             await EmbeddedEtcd.start(processes, node_dir / "..", host, int(port))

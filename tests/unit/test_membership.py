@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from tenplexrun.core import rounds
 from tenplexrun.core.layout import Layout, Shard, TensorSpec
+from tenplexrun.core.lifecycle import Lifecycle, RoundSeen, StopWorkers
 from tenplexrun.core.membership import Decision, Settings, View, decide
 from tenplexrun.core.parallel import ParallelConfig
 from tenplexrun.core.rounds import Ack, Cause, Failure, Member, Participant, Request, Round, Stop
@@ -185,6 +186,52 @@ def test_a_drain_that_leaves_too_few_ends_the_job_with_its_code() -> None:
     assert verdict is not None
     assert verdict.code == 143
     assert written(decide(view(A, B, round_=RUNNING, requests=(drain,)), SETTINGS, 20.0)).stop.mode == "boundary"
+
+
+def drain(node: str) -> Request:
+    return Request(node, "drain", node=node, code=143, detail="SIGTERM")
+
+
+def test_nodes_that_are_told_to_leave_within_half_a_second_leave_in_one_change() -> None:
+    wide = replace(SETTINGS, sizes=ParallelConfig(), max_nodes=3)
+    c = replace(A, node="c")
+    three = replace(RUNNING, participants=(*PLACES, Participant("c", "h", 4, 2, "c:2")))
+    requests, asked = (drain("b"), drain("c")), {"b": 20.0, "c": 20.4}
+    first = decide(view(A, B, c, round_=three, requests=requests[:1], asked={"b": 20.0}), wide, 20.1)
+    assert (first.round, first.wake_at) == (None, 20.5)
+    both = decide(view(A, B, c, round_=three, requests=requests, asked=asked), wide, 20.5)
+    assert written(both).cause.detail == "nodes b, c leave: SIGTERM"
+    assert (written(both).number, written(both).stop.mode) == (4, "boundary")
+    failed = {"b": Ack("b", "failed", failure=FAILURE)}
+    at_once = decide(view(A, B, c, round_=three, requests=requests[:1], asked={"b": 20.0}, acks=failed), wide, 20.1)
+    assert written(at_once).cause.kind == "worker_failed", "only the leaving waits"
+
+
+def test_a_node_that_is_told_to_leave_while_others_stop_is_not_in_the_next_round() -> None:
+    gathering = replace(RUNNING, number=4, phase="gathering", sizes=ParallelConfig())
+    acks = {"a": gathered("a", ranks=(0, 1)), "b": gathered("b", ranks=(2, 3))}
+    later = view(A, B, round_=gathering, acks=acks, requests=(drain("b"),), asked={"b": 20.0})
+    assert written(decide(later, SETTINGS, 20.0)).nodes == ("a",)
+    verdict = written(decide(later, replace(SETTINGS, min_nodes=2), 20.0)).verdict
+    assert verdict is not None
+    assert verdict.code == 143
+
+
+def test_who_asks_twice_ends_the_job_without_grace() -> None:
+    asked = Request("1", "end", code=130, signum=2)
+    ended = written(decide(view(A, B, round_=RUNNING, requests=(asked,)), SETTINGS, 20.0))
+    assert (ended.phase, ended.stop) == ("ended", Stop("now", signum=2))
+    assert decide(view(A, B, round_=ended, requests=(asked,)), SETTINGS, 20.0).round is None
+    again = view(A, B, round_=ended, requests=(asked, replace(asked, id="2", urgent=True)))
+    urgent = written(decide(again, SETTINGS, 20.0))
+    assert urgent == replace(ended, stop=Stop("now", signum=2, urgent=True))
+    assert decide(replace(again, round=urgent), SETTINGS, 20.0).round is None
+    for kind in ("ended", "running"):
+        machine = Lifecycle("a")
+        machine.on(RoundSeen(RUNNING))
+        if kind == "ended":
+            assert machine.on(RoundSeen(ended)) == [StopWorkers(3, "terminate", 2)]
+        assert machine.on(RoundSeen(urgent)) == [StopWorkers(3, "kill", 2)]
 
 
 def test_records_come_back_from_json_as_they_were() -> None:

@@ -141,6 +141,15 @@ def test_who_answers_and_where_the_others_stand(tmp_path: Path) -> None:
     assert probe.catches(free, signal.SIGTERM) is False, "it has ended"
 
 
+def test_a_traceback_is_told_once_also_where_torch_has_put_the_rank_in_front() -> None:
+    record = {
+        "message": {"message": "ValueError: bad", "extraInfo": {"py_callstack": "Traceback:\n  f()\nValueError: bad"}}
+    }
+    failure = replace(FAILURE, stderr=("[rank1]:   f()", "[rank1]: ValueError: bad"), error=record)
+    assert "\n".join(error_file.describe(failure)).count("f()") == 1
+    assert "\n".join(error_file.describe(replace(failure, stderr=("other",)))).count("f()") == 1
+
+
 def test_error_files_of_all_kinds(tmp_path: Path) -> None:
     path = tmp_path / "sub" / "error.json"
     assert error_file.make(path) == str(path)
