@@ -189,16 +189,28 @@ class Agent:
 
     async def _ping(self) -> None:
         """Without its store a job trains on, but can neither change nor end together: not for ever."""
-        answered = time.monotonic()
+        answered, published = time.monotonic(), ""
         while time.monotonic() < answered + PERSIST_S:
             await asyncio.sleep(PING_S)
             try:
                 await self._coordination.get(f"{self._folder}/decider")
                 answered = time.monotonic()
+                published = await self._publish_progress(published)
             except CoordinationError as error:
                 self._services.events.emit("store_away", seconds=time.monotonic() - answered, message=str(error))
         reason = f"the coordination store has been away for {PERSIST_S:.0f} s; was the node that hosts it lost?"
         self._finish(Verdict(CoordinationError.exit_code, reason))
+
+    async def _publish_progress(self, published: str) -> str:
+        """What only rank 0's node knows of the round, for `tenplexctl status`."""
+        session = self._session
+        if session is None or session.round.nodes[0] != self._member.node:
+            return published
+        left = max(0, self._launch.settings.max_restarts - session.round.failures)
+        document = json.dumps({"round": session.round.number, "step": session.hold(None), "restarts_left": left})
+        if document != published:
+            await self._coordination.put(f"{self._folder}/progress", document)
+        return document
 
     async def _on_commit(self, round_number: int, step: int) -> None:
         if self._session is not None and self._session.round.number == round_number:

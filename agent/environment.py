@@ -20,6 +20,7 @@ class NodeFacts:
     max_restarts: int
     snapshot_every: int
     grace_s: float
+    node_dir: str
     store: str
     token_file: str
     agent: str
@@ -58,6 +59,7 @@ def worker_env(base: Mapping[str, str], round_: Round, node: str, local_rank: in
         TENPLEX_RUN_ID=facts.run_id,
         TENPLEX_LOCAL_RANK=str(local_rank),
         TENPLEX_ROUND=str(round_.number),
+        TENPLEX_NODE_DIR=facts.node_dir,  # what the sweep knows a node's processes by, also those that workers exec
         TENPLEX_STORE=facts.store,
         TENPLEX_TOKEN_FILE=facts.token_file,
         TENPLEX_AGENT=facts.agent,

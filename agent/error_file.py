@@ -53,7 +53,7 @@ def describe(failure: Failure) -> list[str]:
         found = failure.error.get("message")
         info = found.get("extraInfo") if isinstance(found, dict) else None
         stack = str(info.get("py_callstack", "")).splitlines() if isinstance(info, dict) else []
-        if stack and stack[-1] not in failure.stderr:
+        if stack and not any(line.endswith(stack[-1]) for line in failure.stderr):  # torch puts "[rank1]: " before
             lines += [f"  {line}" for line in stack[-MAX_LINES:]]
     if failure.stderr:
         lines.append("its last words on stderr:")

@@ -30,7 +30,7 @@ MAX_UNWRITTEN_BYTES = 8 << 20  # beyond it the workers wait
 PROGRESS_S = 1.0
 TAIL_LINES = 20
 END_TIMEOUT_S = 5.0  # for the pipes of a round whose processes have been killed
-FLUSH_TIMEOUT_S = 30.0
+FLUSH_TIMEOUT_S = 30.0  # without any progress
 KEPT_ROUNDS = 2
 
 
@@ -262,8 +262,11 @@ class _Writer:
     async def close(self) -> None:
         """Return when all is written, or nothing can be for a long time."""
         self._queue.put((-1, None))
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._done.wait(), FLUSH_TIMEOUT_S)
+        left = -1
+        while not self._done.is_set() and left != self._unwritten:
+            left = self._unwritten
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._done.wait(), FLUSH_TIMEOUT_S)
 
     def _run(self) -> None:
         while True:

@@ -88,6 +88,10 @@ def _status(args: argparse.Namespace) -> int:
     else:
         snapshot = f", went on from step {round_.snapshot.step}" if round_.snapshot else ""
         print(f"round {round_.number} {round_.phase} at {round_.parallel}{snapshot}; {round_.cause.detail}")
+        for progress in _in(content, "progress").values():
+            if progress["round"] == round_.number:
+                step = "" if progress["step"] is None else f"in step {progress['step']}; "
+                print(f"  {step}{progress['restarts_left']} restart(s) left")
     for node, member in sorted(members.items()):
         part = None if round_ is None else round_.participant(node)
         ranks = "waits" if part is None else f"ranks {', '.join(map(str, part.ranks))}"
@@ -145,7 +149,7 @@ async def _content(coordination: Coordination, folder: str) -> Mapping[str, KeyV
 
 
 def _in(content: Mapping[str, KeyValue], kind: str) -> dict[str, dict[str, Any]]:
-    return {key: json.loads(found.value) for key, found in content.items() if f"/{kind}/" in key}
+    return {key: json.loads(found.value) for key, found in content.items() if f"/{kind}/" in f"{key}/"}
 
 
 def _round(content: Mapping[str, KeyValue]) -> Round | None:

@@ -136,6 +136,7 @@ class Node:
             max_restarts=spec.max_restarts,
             snapshot_every=spec.snapshot_every,
             grace_s=spec.timeouts.grace_s,
+            node_dir=str(self.node_dir),
             store=store_address,
             token_file=str(self.node_dir / "token"),
             agent=f"unix:{self.node_dir / 'agent.sock'}",

@@ -7,6 +7,7 @@ All are JSON documents in the coordination store, below `runs/<run_id>/<run_epoc
     round                   one Round, changed by compare-and-swap only by the decider
     acks/<number>/<node>    Ack: the last word of a node about that round
     requests/<id>           Request; answered below answers/<id>
+    progress                {"round", "step", "restarts_left"} as rank 0's node saw it last, for people
 """
 
 from __future__ import annotations
@@ -160,7 +161,10 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """The round document. While gathering, `participants` and `parallel` are those of the round before."""
+    """The round document. While gathering, `participants` and `parallel` are those of the round before.
+
+    `evicted`: nodes that count as gone, whatever else is written of them. A node that comes back has a new name.
+    """
 
     number: int
     phase: Phase
@@ -170,6 +174,7 @@ class Round:
     participants: tuple[Participant, ...] = ()
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     spares: tuple[str, ...] = ()
+    evicted: tuple[str, ...] = ()
     stop: Stop = Stop()
     failures: int = 0
     master: tuple[str, int] | None = None
@@ -249,7 +254,7 @@ def round_from_json(record: Record) -> Round:
     body["cause"] = Cause(**body["cause"])
     body["stop"] = Stop(**body["stop"])
     body["participants"] = tuple(Participant(**p) for p in body["participants"])
-    body["spares"] = tuple(body["spares"])
+    body["spares"], body["evicted"] = tuple(body["spares"]), tuple(body["evicted"])
     for name in ("sizes", "parallel", "fallback"):
         body[name] = body[name] and ParallelConfig.from_json(body[name])
     body["master"] = body["master"] and (str(body["master"][0]), int(body["master"][1]))

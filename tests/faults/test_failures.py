@@ -7,10 +7,13 @@ import os
 import re
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
-from cluster import BIN, Cluster
+from cluster import BIN, Cluster, descendants
+
+from tenplexrun.agent.sweep import sweep
 
 SAVES = """\
 import os, signal, sys, time
@@ -237,10 +240,43 @@ def test_a_signal_before_the_job_has_begun(cluster: Cluster, tmp_path: Path) -> 
     assert "Traceback" not in cluster.log("a")
 
 
+# --- nothing is orphaned ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_what_workers_have_started_is_found_when_agent_and_guardian_are_killed_at_once(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """A daemon of a worker is nobody's child then, and no forked interpreter: the next start ends it."""
+    command = script(
+        tmp_path,
+        "import subprocess, time\n"
+        "daemon = subprocess.Popen(['sleep', '1000'], start_new_session=True)\n"
+        "print('DAEMON', daemon.pid, flush=True)\n"
+        "time.sleep(1000)\n",
+    )
+    cluster.start("a", "127.0.0.1", [], command)
+    until(cluster, "a", "DAEMON")
+    daemon = Path("/proc") / re.findall(r"DAEMON (\d+)", cluster.log("a"))[0]
+    agent = cluster.agents.pop("a")
+    [guardian] = [pid for pid in descendants(agent.pid) if "guardian.py" in Path(f"/proc/{pid}/cmdline").read_text()]
+    os.kill(agent.pid, signal.SIGSTOP)  # so that neither sees the other's end
+    os.kill(guardian, signal.SIGKILL)
+    agent.kill()
+    agent.wait()
+    assert "sleep" in (daemon / "cmdline").read_text()
+    sweep()
+    deadline = time.monotonic() + 60
+    while daemon.exists() and (daemon / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 # --- suspected hangs ----------------------------------------------------------------------------------------------
 
 
-def test_who_does_not_stop_in_time_is_shown_where_it_stands(cluster: Cluster, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", [[], pytest.param(["--cold-start"], marks=pytest.mark.slow)], ids=["warm", "cold"])
+def test_who_does_not_stop_in_time_is_shown_where_it_stands(how: list[str], cluster: Cluster, tmp_path: Path) -> None:
     command = script(
         tmp_path,
         "import signal, time\n"
@@ -250,13 +286,13 @@ def test_who_does_not_stop_in_time_is_shown_where_it_stands(cluster: Cluster, tm
         "signal.signal(signal.SIGTERM, lambda *_: print('NO', flush=True))\n"
         "stubborn()\n",
     )
-    cluster.start("a", "127.0.0.1", ["--shutdown-timeout=1"], command)
+    cluster.start("a", "127.0.0.1", ["--shutdown-timeout=1", *how], command)
     until(cluster, "a", "UP")
     cluster.agents["a"].send_signal(signal.SIGTERM)
     assert cluster.exit_code("a") == 128 + signal.SIGTERM
     log = cluster.log("a")
     assert "still here 1 s after being told to stop: the stacks of local ranks 0 follow" in log
-    assert "in stubborn" in log
+    assert "in stubborn" in log or "stubborn (" in log, "as faulthandler says it, and py-spy"
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -42,7 +43,12 @@ class Driver:
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
-        self.processes = self.do(Processes.start(self.node_dir))
+        try:
+            self.processes = self.do(Processes.start(self.node_dir))
+        except BaseException:
+            self._stop_loop()
+            shutil.rmtree(self.node_dir, ignore_errors=True)
+            raise
         try:
             self.pool = self.do(self._start())
         except BaseException:
@@ -123,11 +129,16 @@ class Driver:
         self._end()
 
     def _end(self) -> None:
-        self.do(self.processes.close())
+        try:
+            self.do(self.processes.close())
+        finally:
+            self._stop_loop()
+        assert not self.node_dir.exists()
+
+    def _stop_loop(self) -> None:
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join()
         self.loop.close()
-        assert not self.node_dir.exists()
 
 
 @pytest.fixture

@@ -45,6 +45,9 @@ def test_it_is_that_of_torchrun_and_ours_on_top(extra: list[str], tmp_path: Path
         for name in expected.keys() - OWN - OF_THE_PARENT:
             assert found.get(name) == expected[name], name
         assert found.keys() >= OWN
+        assert Path(found["TENPLEX_NODE_DIR"]).parent == Path("/dev/shm"), (
+            "by which the sweep knows what a worker execs"
+        )
         assert len(found["TORCHELASTIC_RUN_ID"]) == len(expected["TORCHELASTIC_RUN_ID"])
 
 
@@ -61,7 +64,7 @@ def _round() -> Round:
 
 
 def _facts(virtual_local_rank: bool = False) -> NodeFacts:
-    return NodeFacts("id", virtual_local_rank, "SIGTERM", 0, 1, 30.0, "s", "t", "a", "c")
+    return NodeFacts("id", virtual_local_rank, "SIGTERM", 0, 1, 30.0, "n", "s", "t", "a", "c")
 
 
 def test_ranks_on_unequal_nodes_are_those_of_torch() -> None:

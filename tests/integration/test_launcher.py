@@ -182,6 +182,37 @@ def test_interrupt_ends_the_job_with_130(tmp_path: Path, cluster: Cluster) -> No
     assert cluster.exit_code("a") == 130
 
 
+FLOOD = """
+import os, signal
+def say(data):
+    view = memoryview(data.encode())
+    while view:
+        view = view[os.write(1, view):]
+for start in range(0, 500_000, 100):
+    say("".join(f"{os.environ['RANK']} {n} {n * n}\\n" for n in range(start, start + 100)))
+if os.environ["RANK"] == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.slow
+def test_nothing_is_lost_of_a_million_lines_in_seconds(tmp_path: Path) -> None:
+    """Some 400,000 lines a second on two cores, and then the end, with lines still in the pipes."""
+    shown = tmp_path / "shown"
+    flags = ["--nproc-per-node=2", f"--log-dir={tmp_path / 'logs'}"]
+    with shown.open("wb") as file:
+        command = [str(BIN / "tenplexrun"), *flags, script(tmp_path, FLOOD)]
+        done = subprocess.run(command, stdout=file, stderr=subprocess.PIPE, timeout=TIMEOUT_S)
+    assert done.returncode == 137, done.stderr
+    lines = shown.read_text().splitlines()
+    for rank in (0, 1):
+        kept = (tmp_path / "logs" / "round_0" / f"rank_{rank}" / "stdout.log").read_text().splitlines()
+        assert kept == [f"{rank} {number} {number * number}" for number in range(len(kept))], "as it was written"
+        assert [line for line in lines if line.startswith(f"[{rank}]")] == [f"[{rank}]: {line}" for line in kept]
+    assert len(kept) == 500_000, "all of the one that was killed after its last line"
+    assert all(line.startswith(("[0]: ", "[1]: ")) for line in lines)
+
+
 def test_help_needs_no_torch() -> None:
     code = (
         "import sys; from tenplexrun import cli\n"

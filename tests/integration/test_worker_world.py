@@ -240,6 +240,41 @@ def test_torch_compile_compiles(driver: Any, tmp_path: Path, env: dict[str, str]
     assert (outcome.code, outcome.out) == (0, "True True\n1\n"), outcome.err
 
 
+PAIRS = """
+import os, sys, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+def train(rank, store):
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    model = DDP(torch.nn.Linear(4, 4))
+    model(torch.ones(2, 4)).sum().backward()
+    dist.all_reduce(torch.ones(4))
+    dist.destroy_process_group()
+
+os.environ["RANK"] = "0"
+dist.init_process_group("gloo", init_method=f"file://{os.getcwd()}/alone", rank=0, world_size=1)
+DDP(torch.nn.Linear(4, 4))  # the first one imports a lot
+dist.destroy_process_group()
+for pair in range(20):
+    children = []
+    for rank in range(2):
+        child = os.fork()
+        if child == 0:
+            train(rank, f"{os.getcwd()}/store-{pair}")
+            sys.exit()
+        children.append(child)
+    print(*[os.waitpid(child, 0)[1] for child in children], flush=True)
+"""
+
+
+def test_a_group_that_is_destroyed_right_after_its_last_collective_ends(
+    driver: Any, tmp_path: Path, env: dict[str, str]
+) -> None:
+    (tmp_path / "pairs.py").write_text(PAIRS)
+    [outcome] = driver.run(Command("script", ("pairs.py",), str(tmp_path)), [env])
+    assert outcome.out.splitlines() == ["0 0"] * 20, outcome.err
+
+
 def test_stdin_faulthandler_and_late_environment(driver: Any, tmp_path: Path, env: dict[str, str]) -> None:
     """What a script may do with its own process, as in a fresh interpreter."""
     (tmp_path / "own.py").write_text(

@@ -16,7 +16,8 @@ from tenplexrun.config import JobSpec, parse
 from tenplexrun.core.output import STDERR, STDOUT
 from tenplexrun.errors import UsageError
 
-DOC = Path(__file__).resolve().parent.parent.parent / "docs" / "torchrun.md"
+ROOT = Path(__file__).resolve().parent.parent.parent
+README, DOC = ROOT / "README.md", ROOT / "docs" / "torchrun.md"
 ENV = {"OMP_NUM_THREADS": "1"}
 OWN_DEFAULT = {"--node-rank", "--shutdown-timeout"}  # None here: "not given" is told apart, and then means torchrun's
 
@@ -68,6 +69,9 @@ def test_the_documented_table_is_that_of_torch(theirs: dict[str, Action]) -> Non
         assert why or verdict == "same", name
         expected = theirs[name].default
         assert default == ("" if expected is None else str(expected)), name
+    by_verdict = {verdict: [name for name, _, word, _ in rows if word == verdict] for _, _, verdict, _ in rows}
+    short = re.findall(r"^\| (\w+)[:,] .*? \| (`--.*`) \|$", README.read_text(), re.MULTILINE)
+    assert {verdict: re.findall(r"`(.*?)`", names) for verdict, names in short} == by_verdict, "README's short form"
 
 
 def test_variables_of_torchrun_and_ours(train: None, theirs: dict[str, Action]) -> None:
