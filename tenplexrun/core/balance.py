@@ -91,21 +91,26 @@ class Line:
     def serve(self, place: int, region: Region, num_bytes: int, split_bytes: int) -> Iterator[tuple[str, Region, int]]:
         """Who gives which part of a region whose bytes are at `place` of the line: (source, part, its bytes).
 
-        It is split, along its outermost dim, only into parts of at least `split_bytes`.
+        It is split, along its outermost dim, only into parts of at least `split_bytes`; a source with less than that
+        left is passed over.
         """
-        while len(self.sources) > 1:
-            index = min(bisect_right(self.ends, place), len(self.ends) - 1)
+        last = len(self.sources) - 1
+        while last > 0 and num_bytes >= 2 * split_bytes:
+            index = min(bisect_right(self.ends, place), last)
             rows = next((length for length in region.lengths if length > 1), 1)
             row = num_bytes // rows
             here = round((self.ends[index] - place) / row)
-            if not 0 < here < rows or here * row < split_bytes or (rows - here) * row < split_bytes:
-                middle = min(bisect_right(self.ends, place + num_bytes // 2), len(self.ends) - 1)
-                yield self.sources[middle], region, num_bytes
-                return
+            if rows == 1 or here >= rows or (rows - here) * row < split_bytes:
+                break
+            if here == 0 or here * row < split_bytes:
+                if index == last:
+                    break
+                place = self.ends[index]
+                continue
             first, region = _halve(region, here)
             yield self.sources[index], first, here * row
             place, num_bytes = self.ends[index], num_bytes - here * row
-        yield self.sources[0], region, num_bytes
+        yield self.sources[min(bisect_right(self.ends, place + num_bytes // 2), last)], region, num_bytes
 
 
 def _halve(region: Region, rows: int) -> tuple[Region, Region]:

@@ -257,19 +257,34 @@ class Layout:
         """What a rank with these coordinates on `axes` holds."""
         if (config, key) not in self._memo:
             coord = {**dict.fromkeys(ALL_AXES, 0), **dict(zip(self.axes, key, strict=True))}
-            known: dict[Any, tuple[Region, ...]] = {}
-            found = {}
-            for spec in self._owned(config.pp, coord["pp"]):
+            found: dict[str, tuple[Region, ...]] = {}
+            for spec, axes, known, fqns in self._kinds(config, coord["pp"]):
                 if spec.expert is not None and spec.expert.owner(config.ep) != coord["ep"]:
                     continue
-                signature = (spec.shape, spec.ops) if spec.flat is None or spec.flat.buffer is None else spec.fqn
-                if signature not in known:
-                    known[signature] = self._interned(self._regions(spec, config, coord))
-                if known[signature]:
-                    found[spec.fqn] = known[signature]
+                index = tuple([coord[axis] for axis in axes])
+                if index not in known:
+                    known[index] = self._interned(self._regions(spec, config, coord))
+                if known[index]:
+                    found.update(dict.fromkeys(fqns, known[index]))
             self._memo[config, key] = found
         base: Boxes = self._memo[config, key]
         return base
+
+    def _kinds(self, config: ParallelConfig, stage: int) -> Iterable[_Kind]:
+        """The tensors of a stage, those together that are parted alike."""
+        if ("kinds", config, stage) not in self._memo:
+            kinds: dict[Any, _Kind] = {}
+            for spec in self._owned(config.pp, stage):
+                buffered = spec.flat is not None and spec.flat.buffer is not None
+                alike = (spec.shape, spec.ops, spec.fqn if buffered else None)
+                if (alike, spec.expert) not in kinds:
+                    axes = self.axes if buffered else spec.parting_axes
+                    known = self._memo.setdefault(("known", config, alike), {})
+                    kinds[alike, spec.expert] = (spec, axes, known, [])
+                kinds[alike, spec.expert][3].append(spec.fqn)
+            self._memo["kinds", config, stage] = tuple(kinds.values())
+        found: Iterable[_Kind] = self._memo["kinds", config, stage]
+        return found
 
     def _owned(self, pp: int, stage: int) -> list[TensorSpec]:
         if ("owned", pp) not in self._memo:
@@ -318,6 +333,10 @@ class Layout:
             self._memo[key] = places(buffer, spec.flat, sizes, config, coord)
         found: Place = self._memo[key][spec.fqn]
         return found
+
+
+_Kind = tuple[TensorSpec, tuple[str, ...], dict[tuple[int, ...], tuple[Region, ...]], list[str]]
+"""One of them, the axes that tell its regions apart, these by coordinates on the axes, and the names of all."""
 
 
 class _Dim:

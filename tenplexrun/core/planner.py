@@ -20,7 +20,7 @@ from tenplexrun.core.shared import Boxes, parted
 from tenplexrun.core.sources import Copies, Geometry
 from tenplexrun.errors import LayoutError, StateLostError
 
-ALGORITHM = 2
+ALGORITHM = 3
 """Of this planner; nodes that plan parts of one round need the same."""
 
 SPLIT_BYTES = 1 << 18
@@ -224,12 +224,16 @@ class Planner:
         fetches: list[Fetch] = []
         for fqn, item, way in draft.tensors:
             for region, classes in way.tiles:
-                if classes not in lines:
-                    wanted = self._set(classes, rack)
-                    lines[classes] = self._lines[wanted]
-                    places[classes] = self._starts[wanted][id(own_class)] + number * draft.demands[classes]
                 num_bytes = region.num_elements * item
-                for source, part, size in lines[classes].serve(places[classes], region, num_bytes, self._split_bytes):
+                line = lines.get(classes)
+                if line is None:
+                    wanted = self._set(classes, rack)
+                    line = lines[classes] = self._lines[wanted]
+                    places[classes] = self._starts[wanted][id(own_class)] + number * draft.demands[classes]
+                if len(line.sources) == 1:
+                    fetches.append(Fetch(fqn, line.sources[0], region, num_bytes))
+                    continue
+                for source, part, size in line.serve(places[classes], region, num_bytes, self._split_bytes):
                     fetches.append(Fetch(fqn, source, part, size))
                 places[classes] += num_bytes
         own, absent, needed_bytes, held_bytes = self._own(node)
@@ -287,13 +291,11 @@ class Planner:
         totals: dict[_Set, int] = {}
         starts: dict[_Set, dict[int, int]] = {}
         for (_, _, rack), one in self._classes.items():
-            merged: dict[_Set, int] = {}
             for classes, num_bytes in one.draft.demands.items():
                 wanted = self._set(classes, rack)
-                merged[wanted] = merged.get(wanted, 0) + num_bytes
-            for wanted, num_bytes in merged.items():
-                starts.setdefault(wanted, {})[id(one)] = totals.get(wanted, 0)
-                totals[wanted] = totals.get(wanted, 0) + num_bytes * len(one.nodes)
+                total = totals.get(wanted, 0)
+                starts.setdefault(wanted, {})[id(one)] = total
+                totals[wanted] = total + num_bytes * len(one.nodes)
         members = {wanted: self._members(wanted) for wanted in totals}
         demands = [(tuple(members[wanted]), total) for wanted, total in totals.items()]
         sizes = {group: len(nodes) for groups in members.values() for group, nodes in groups.items()}

@@ -24,8 +24,9 @@ class Region:
     def __post_init__(self) -> None:
         if len(self.offsets) != len(self.lengths):
             raise LayoutError(f"a region needs as many offsets as lengths: {self.offsets} against {self.lengths}")
-        if min(self.offsets, default=0) < 0 or min(self.lengths, default=0) < 0:
-            raise LayoutError(f"a region cannot be negative: offsets {self.offsets}, lengths {self.lengths}")
+        for number in (*self.offsets, *self.lengths):  # `min` takes longer than all else here
+            if number < 0:
+                raise LayoutError(f"a region cannot be negative: offsets {self.offsets}, lengths {self.lengths}")
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Region:

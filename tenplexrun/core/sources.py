@@ -39,7 +39,8 @@ def geometry(needed: Sequence[Region], held: Sequence[Region], copies: CopyIndex
         tiles.extend(found)
         if sum(tile.num_elements for tile, _ in found) < box.num_elements:  # they are disjoint parts of the box
             lost.extend(copies.gaps(box))
-    tiles.sort()
+    if len(missing) > 1:
+        tiles.sort()
     return Geometry(
         sum(region.num_elements for region in wanted),
         sum(box.num_elements for box in missing),
@@ -121,38 +122,43 @@ class CopyIndex:
 
     def __init__(self, copies: Sequence[Copy]) -> None:
         self._copies = sorted(copies)
-        dims = len(self._copies[0][0].lengths) if self._copies else 0
-        self._root, self._disjoint = _build(self._copies, range(len(self._copies)), 0, dims)
+        self._root: _Tree = 0
+        self._disjoint = True
+        if self._copies:
+            dims = len(self._copies[0][0].lengths)
+            self._root, self._disjoint = _build(self._copies, range(len(self._copies)), 0, dims)
 
-    def overlapping(self, box: Region) -> list[int]:
-        """Numbers of the copies that have an element of `box`, ascending."""
-        found: list[int] = []
-        _find(self._root, box, 0, found)
-        return sorted(found)
+    def overlapping(self, box: Region) -> list[tuple[int, Region]]:
+        """Numbers of the copies that have an element of `box`, and what each has of it; disjoint ones in order."""
+        found: list[tuple[int, Region]] = []
+        if isinstance(self._root, int):
+            found.extend((number, box) for number in range(len(self._copies)))
+        else:
+            _find(self._root, box, (), (), found)
+        return found
 
     def tiles(self, box: Region) -> list[Copy]:
-        """`box`, as far as there are copies, in disjoint parts, each with all the holders that have it whole."""
-        near = [self._copies[number] for number in self.overlapping(box)]
+        """`box`, as far as there are copies, in disjoint parts, sorted, each with the holders that have it whole."""
+        found = self.overlapping(box)
         if self._disjoint:
-            return [(common, holders) for region, holders in near if (common := box.intersect(region)) is not None]
-        return _greedy(box, near)
+            return [(common, self._copies[number][1]) for number, common in found]
+        return _greedy(box, [(self._copies[number], common) for number, common in found])
 
     def gaps(self, box: Region) -> list[Region]:
         """What no copy has of `box`."""
-        return subtract(box, [self._copies[number][0] for number in self.overlapping(box)])
+        return subtract(box, [common for _, common in self.overlapping(box)])
 
 
-def _greedy(box: Region, near: Sequence[Copy]) -> list[Copy]:
+def _greedy(box: Region, near: Sequence[tuple[Copy, Region]]) -> list[Copy]:
     """Copies that overlap one another: the largest parts first, so that there are few."""
-    overlaps = [(common.num_elements, region) for region, _ in near if (common := box.intersect(region)) is not None]
     tiles: list[Copy] = []
     left = [box]
-    for _, region in sorted(overlaps, key=lambda one: (-one[0], one[1])):
+    for (region, _), _ in sorted(near, key=lambda one: (-one[1].num_elements, one[0][0])):
         for tile in [common for rest in left if (common := rest.intersect(region)) is not None]:
-            holders = {holder for other, having in near if other.contains(tile) for holder in having}
+            holders = {holder for (other, having), _ in near if other.contains(tile) for holder in having}
             tiles.append((tile, tuple(sorted(holders))))
         left = [rest for part in left for rest in subtract(part, [region])]
-    return tiles
+    return sorted(tiles)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +178,7 @@ _Tree: TypeAlias = "_Level | int"
 def _build(copies: Sequence[Copy], numbers: Sequence[int], dim: int, dims: int) -> tuple[_Tree, bool]:
     """The tree over the copies with these numbers, and whether they are disjoint."""
     if dim == dims:
-        return (numbers[0], True) if numbers else (_Level([], [], [], True), True)
+        return numbers[0], True
     groups: dict[tuple[int, int], list[int]] = {}
     for number in numbers:
         region = copies[number][0]
@@ -185,13 +191,20 @@ def _build(copies: Sequence[Copy], numbers: Sequence[int], dim: int, dims: int) 
     return level, ordered and all(disjoint for _, disjoint in built)
 
 
-def _find(tree: _Tree, box: Region, dim: int, found: list[int]) -> None:
-    if isinstance(tree, int):
-        found.append(tree)
-        return
-    low = box.offsets[dim] if tree.starts else 0
-    first = bisect_right(tree.stops, low) if tree.ordered else 0
-    last = bisect_left(tree.starts, low + box.lengths[dim]) if tree.starts else 0
-    for place in range(first, last):
-        if tree.stops[place] > low:
-            _find(tree.below[place], box, dim + 1, found)
+def _find(
+    level: _Level, box: Region, offsets: tuple[int, ...], lengths: tuple[int, ...], found: list[tuple[int, Region]]
+) -> None:
+    """`offsets` and `lengths`: what `box` and the copies of `level` have in common of the dims outside it."""
+    low = box.offsets[len(offsets)]
+    high = low + box.lengths[len(offsets)]
+    first = bisect_right(level.stops, low) if level.ordered else 0
+    for place in range(first, bisect_left(level.starts, high)):
+        start, stop = level.starts[place], level.stops[place]
+        if stop > low:
+            start = start if start > low else low
+            length = (stop if stop < high else high) - start
+            below = level.below[place]
+            if isinstance(below, int):
+                found.append((below, Region((*offsets, start), (*lengths, length))))
+            else:
+                _find(below, box, (*offsets, start), (*lengths, length), found)

@@ -82,12 +82,17 @@ class TensorSpec:
     @property
     def axes(self) -> tuple[str, ...]:
         """The mesh axes that this tensor mentions, each once, in the order of `ALL_AXES`."""
-        named = {axis for op in self.ops if not isinstance(op, Pad) for axis in getattr(op, "axes", ())}
-        named.update(axis for axis, _ in self.coordinate)
+        named = {*self.parting_axes, *(axis for axis, _ in self.coordinate)}
         if self.stage is not None:
             named.add("pp")
         if self.expert is not None:
             named.add("ep")
+        return tuple(axis for axis in ALL_AXES if axis in named)
+
+    @property
+    def parting_axes(self) -> tuple[str, ...]:
+        """The axes of its operations, each once: on these its regions depend."""
+        named = {axis for op in self.ops if not isinstance(op, Pad) for axis in getattr(op, "axes", ())}
         return tuple(axis for axis in ALL_AXES if axis in named)
 
     def owners(self, pp: int) -> frozenset[int] | None:

@@ -107,3 +107,12 @@ def test_loads_are_levelled_over_overlapping_sets() -> None:
     load = {group: sum(one.get(group, 0.0) for one in given_) for group in "abc"}
     assert load == {"a": 90, "b": 60, "c": 90}
     assert quotas([], {}) == []
+
+
+def test_a_source_with_a_rest_too_small_to_send_is_passed_over() -> None:
+    line = Line(("a", "b", "c"), (1, 513, 1024))  # one byte of a's share is left: the others still halve the region
+    region = Region((0, 0), (16, 64))
+    assert list(line.serve(0, region, 1024, 64)) == [
+        ("b", Region((0, 0), (8, 64)), 512),
+        ("c", Region((8, 0), (8, 64)), 512),
+    ]

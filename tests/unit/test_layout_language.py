@@ -153,7 +153,7 @@ def test_a_flat_range_in_the_middle_of_rows() -> None:
 
 def test_copies_that_overlap_and_empty_ones() -> None:
     index = CopyIndex([(Region((0,), (6,)), (0,)), (Region((2,), (2,)), (1,)), (Region((8,), (2,)), (2,))])
-    assert index.overlapping(Region((5,), (2,))) == [0]
+    assert index.overlapping(Region((5,), (2,))) == [(0, Region((5,), (1,)))]
     assert CopyIndex([]).tiles(Region((0,), (2,))) == []
     layout = Layout((TensorSpec("w", (4,), "float32"),))
     holders = {"a": {"w": (Region((0,), (0,)), Region((0,), (4,)))}}
