@@ -2,7 +2,8 @@
 
 PROBE is answered by Python code of the main thread, as the script's own handlers are: no answer means that it is held
 in native code (a collective whose peer has gone), and would not hear of its end either. DUMP makes faulthandler write
-the stacks of all threads to stderr; that works in native code, too. Processes that have exec'ed are not prepared.
+the stacks of all threads to stderr; that works in native code, too. Processes that have exec'ed are not prepared: of
+those py-spy shows the stacks, where it is installed.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import asyncio
 import contextlib
 import faulthandler
 import functools
+import os
 import shutil
 import signal
+import sys
 from collections.abc import Callable, Collection
 from pathlib import Path
 from types import FrameType
@@ -74,25 +77,43 @@ async def responsive(pids: Collection[int], control: Path, send: Send) -> set[in
 
 
 async def dump_stacks(pids: Collection[int], send: Send) -> str:
-    """Have every worker's stacks written to its stderr. Returns what could not be done, "" if nothing."""
+    """Have every worker's stacks written to its stderr, or to ours where py-spy has to look. Returns what could not be
+    done, "" if nothing."""
     prepared = {pid for pid in pids if catches(pid, DUMP)}
     for pid in prepared:
         send(pid, DUMP)
     silent = sorted(set(pids) - prepared)
-    py_spy = shutil.which("py-spy")
-    if silent and py_spy is not None:
-        await asyncio.gather(*(_spy(py_spy, pid) for pid in silent))
-        silent = []
+    py_spy = shutil.which("py-spy", path=os.pathsep.join([os.environ.get("PATH", ""), os.path.dirname(sys.executable)]))
+    if py_spy is None:
+        told = f"no stacks of {', '.join(map(str, silent))}: no Python of ours; install py-spy to see them"
+        told = told if silent else ""
+    else:
+        reasons = await asyncio.gather(*(_spy(py_spy, pid) for pid in silent))
+        told = "; ".join(f"no stacks of {pid}: {why}" for pid, why in zip(silent, reasons, strict=True) if why)
     await asyncio.sleep(DUMP_S)
-    return (
-        f"no stacks of {', '.join(map(str, silent))}: no Python of ours; install py-spy to see them" if silent else ""
+    return told
+
+
+async def _spy(py_spy: str, pid: int) -> str:
+    """Show where a process stands, or the interpreters that it has started. Returns why not, "" if that went well."""
+    argv = [py_spy, "dump", "--nonblocking", "--pid", str(pid)]
+    process = await asyncio.create_subprocess_exec(
+        *argv, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )
-
-
-async def _spy(py_spy: str, pid: int) -> None:
-    process = await asyncio.create_subprocess_exec(py_spy, "dump", "--nonblocking", "--pid", str(pid), stdout=2)
     try:
-        await asyncio.wait_for(process.wait(), PY_SPY_TIMEOUT_S)
+        out, err = await asyncio.wait_for(process.communicate(), PY_SPY_TIMEOUT_S)
     except asyncio.TimeoutError:
         process.kill()
         await process.wait()
+        return f"py-spy was not done in {PY_SPY_TIMEOUT_S:g} s"
+    if process.returncode == 0:
+        sys.stderr.write(out.decode(errors="replace"))
+        sys.stderr.flush()
+        return ""
+    below = await asyncio.gather(*(_spy(py_spy, child) for child in _children(pid)))
+    return "" if "" in below else f"py-spy: {err.decode(errors='replace').strip().partition(chr(10))[0]}"
+
+
+def _children(pid: int) -> list[int]:
+    """Of any process. (/proc/*/children is not in every kernel.)"""
+    return [int(entry.name) for entry in Path("/proc").glob("[0-9]*") if _status(int(entry.name), "PPid:", 10) == pid]

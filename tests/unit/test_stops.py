@@ -11,6 +11,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from tenplexrun.agent import error_file, probe
 from tenplexrun.agent.workers import End, victims
 from tenplexrun.core.lifecycle import Action, Exit, Lifecycle, RoundSeen, StartRound, Stopped, StopWorkers
@@ -139,6 +141,25 @@ def test_who_answers_and_where_the_others_stand(tmp_path: Path) -> None:
             process.kill()
             process.communicate()
     assert probe.catches(free, signal.SIGTERM) is False, "it has ended"
+
+
+def test_py_spy_shows_interpreters_that_are_not_ours(capfd: pytest.CaptureFixture[str]) -> None:
+    """A cold worker, and one below a shell; and it is said of whom there is nothing to show."""
+    text = "import time\ndef deep(): print('up', flush=True); time.sleep(100)\ndeep()"
+    commands = [[sys.executable, "-c", text], ["sh", "-c", f'{sys.executable} -c "$0"; true', text], ["sleep", "100"]]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) for command in commands]
+    try:
+        for process in processes[:2]:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"up\n"
+        told = asyncio.run(probe.dump_stacks([process.pid for process in processes], os.kill))
+        assert told.startswith(f"no stacks of {processes[2].pid}: py-spy: ")
+        assert "\n" not in told
+        assert capfd.readouterr().err.count("deep (<string>:2)") == 2
+    finally:
+        for process in processes:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
 
 
 def test_a_traceback_is_told_once_also_where_torch_has_put_the_rank_in_front() -> None:
