@@ -12,14 +12,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tenplexrun import explain
-from tenplexrun.agent.etcd_v2 import EtcdV2
+from tenplexrun import explain, rdzv
+from tenplexrun.agent.meeting import find_running
 from tenplexrun.agent.rendezvous import current_epoch, run_ids
 from tenplexrun.core import report, rounds
 from tenplexrun.core.parallel import OPTIONAL
 from tenplexrun.core.rounds import Request, Round
 from tenplexrun.errors import LayoutError, RendezvousTimeoutError, TenplexError, UsageError
 from tenplexrun.ports import Coordination, KeyValue
+from tenplexrun.rdzv import Meeting
 
 POLL_S = 0.1
 
@@ -42,7 +43,11 @@ def _parser() -> argparse.ArgumentParser:
 
     def job_command(name: str, text: str, run: Any) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
-        command.add_argument("--rdzv-endpoint", required=True, metavar="HOST:PORT", help="the job's etcd")
+        command.add_argument("--rdzv-endpoint", required=True, metavar="HOST:PORT,...", help="the job's etcd")
+        command.add_argument(
+            "--rdzv-backend", choices=rdzv.RUNNING, default="etcd", help="as the job's, if it is etcd-*"
+        )
+        command.add_argument("--rdzv-conf", default="", metavar="K=V,...", help="as the job's: TLS and user")
         command.add_argument("--rdzv-id", metavar="ID", help="name of the job (default: the only one)")
         command.set_defaults(run=run)
         return command
@@ -127,7 +132,9 @@ def _resize(args: argparse.Namespace) -> int:
 
 
 async def _with_job(args: argparse.Namespace, work: Any) -> Any:
-    coordination = EtcdV2([args.rdzv_endpoint])
+    access = rdzv.find_access(rdzv.read_conf(args.rdzv_conf))
+    wanted = Meeting(rdzv.find_endpoints(args.rdzv_endpoint), False, None, rdzv.APIS.get(args.rdzv_backend), access)
+    coordination = (await find_running(wanted)).connect()
     try:
         names = [args.rdzv_id] if args.rdzv_id else await run_ids(coordination)
         folders = [folder for name in names if (folder := await current_epoch(coordination, name)) is not None]

@@ -78,12 +78,19 @@ TORCHRUN: dict[str, tuple[Flag, ...]] = {
         Flag("--standalone", "one node with a private etcd", switch=True),
         Flag(
             "--rdzv-backend",
-            "static and c10d: the node that the endpoint names hosts an etcd there; etcd, etcd-v2: one runs there",
+            "static and c10d: the node that the endpoint names hosts an etcd there; etcd: one runs there, its API is "
+            "found out (etcd-v2, etcd-v3: this one)",
             _text("static", "NAME"),
         ),
-        Flag("--rdzv-endpoint", "where the nodes meet; none on a single node: a private etcd", _text("", "HOST:PORT")),
+        Flag(
+            "--rdzv-endpoint", "where the nodes meet; none on a single node: a private etcd", _text("", "HOST:PORT,...")
+        ),
         Flag("--rdzv-id", "name of the job", _text("none", "ID")),
-        Flag("--rdzv-conf", "join_timeout, last_call_timeout, lease and others: seconds", _text("", "K=V,...")),
+        Flag(
+            "--rdzv-conf",
+            "join_timeout, last_call_timeout, lease: seconds; cert, key, cacert, user, password_file: of the etcd",
+            _text("", "K=V,..."),
+        ),
         Flag("--master-addr", "static, without an endpoint: its host", _text("127.0.0.1", "HOST")),
         Flag("--master-port", "static, without an endpoint: its port (default 29500)", _whole(metavar="PORT")),
         Flag("--local-addr", "address of this node as the others reach it", _text(None, "HOST")),

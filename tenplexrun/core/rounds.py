@@ -168,6 +168,7 @@ class Round:
     """The round document. While gathering, `participants` and `parallel` are those of the round before.
 
     `racks`, `algorithm`, `inputs`: frozen when it was formed; see `core.inputs`.
+    `evicted`: nodes that count as gone, whatever else is written of them. A node that comes back has a new name.
     """
 
     number: int
@@ -178,6 +179,7 @@ class Round:
     participants: tuple[Participant, ...] = ()
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     spares: tuple[str, ...] = ()
+    evicted: tuple[str, ...] = ()
     stop: Stop = Stop()
     failures: int = 0
     master: tuple[str, int] | None = None
@@ -260,7 +262,7 @@ def round_from_json(record: Record) -> Round:
     body["cause"] = Cause(**body["cause"])
     body["stop"] = Stop(**body["stop"])
     body["participants"] = tuple(Participant(**p) for p in body["participants"])
-    body["spares"] = tuple(body["spares"])
+    body["spares"], body["evicted"] = tuple(body["spares"]), tuple(body["evicted"])
     for name in ("sizes", "parallel", "fallback"):
         body[name] = body[name] and ParallelConfig.from_json(body[name])
     body["master"] = body["master"] and (str(body["master"][0]), int(body["master"][1]))
