@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import http.client
 import importlib.metadata
 import importlib.util
 import json
@@ -16,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tenplexrun.agent.processes import Processes
-from tenplexrun.channel import join_host_port, split_host_port
-from tenplexrun.errors import CoordinationError, ProcessError
+from tenplexrun.channel import join_host_port
+from tenplexrun.errors import ProcessError
 
 NAME = "etcd"
 START_TIMEOUT_S = 20.0
@@ -163,30 +162,6 @@ class _Log(asyncio.Protocol):
             if record.get("level") in ("error", "fatal", "panic") or "error" in record:
                 return str(record.get("error") or record.get("msg"))
         return self._lines[-1] if self._lines else "no output"
-
-
-async def reachable(endpoint: str, timeout_s: float = 2.0) -> bool:
-    """Whether an etcd answers at "host:port". Raises CoordinationError if something else does."""
-    host, port = split_host_port(endpoint)
-
-    def ask() -> bool:
-        connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
-        try:
-            connection.request("GET", "/version")
-            body = connection.getresponse().read()
-        except ConnectionError:
-            return False
-        except OSError:  # no route, no such name, no answer in time
-            return False
-        except http.client.HTTPException:
-            body = b""
-        finally:
-            connection.close()
-        if b"etcdserver" not in body:
-            raise CoordinationError(f"what listens at {endpoint} is not an etcd; name another --rdzv-endpoint")
-        return True
-
-    return await asyncio.get_running_loop().run_in_executor(None, ask)
 
 
 async def _version(path: str) -> tuple[int, int, int]:

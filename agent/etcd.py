@@ -15,7 +15,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from tenplexrun.errors import CompareFailedError, CoordinationError
@@ -45,16 +45,31 @@ class Access:
     cert: str | None = None
     key: str | None = None
     user: str | None = None
-    password: str = ""
+    password: str = field(default="", repr=False)
 
     @property
     def scheme(self) -> str:
         return "https" if self.tls else "http"
 
+    def tls_options(self) -> dict[str, Any]:
+        """Of urllib3's pools."""
+        if not self.tls:
+            return {}
+        return {
+            "cert_reqs": "CERT_REQUIRED",
+            "ca_certs": self.ca_cert,
+            "cert_file": self.cert,
+            "key_file": self.key,
+        }
+
     def removal(self, endpoint: str, requests: Sequence[Sequence[Any]]) -> dict[str, Any]:
         """What the guardian needs to remove a key: see `guardian.remove_key`."""
         files = {"ca_cert": self.ca_cert, "cert": self.cert, "key": self.key}
         return {"url": f"{self.scheme}://{endpoint}", "tls": files, "requests": requests}
+
+
+PLAIN = Access()
+NO_TRUST = "and this node do not trust each other; check the certificates"
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,19 @@ import etcd
 import urllib3
 
 from tenplexrun.agent import etcd as shared
-from tenplexrun.agent.etcd import ROOT, Access, Content, Deliver, Etcd, Grant, Unavailable, parsed, stored
+from tenplexrun.agent.etcd import (
+    NO_TRUST,
+    PLAIN,
+    ROOT,
+    Access,
+    Content,
+    Deliver,
+    Etcd,
+    Grant,
+    Unavailable,
+    parsed,
+    stored,
+)
 from tenplexrun.channel import join_host_port, split_host_port
 from tenplexrun.errors import CompareFailedError, CoordinationError
 from tenplexrun.ports import KeyValue
@@ -22,7 +34,7 @@ RAFT_ERRORS = (300, 301)  # an internal raft error (a time-out), an election in 
 class EtcdV2(Etcd):
     """Implements `tenplexrun.ports.Coordination`."""
 
-    def __init__(self, endpoints: Sequence[str], access: Access = Access()) -> None:  # noqa: B008 (frozen)
+    def __init__(self, endpoints: Sequence[str], access: Access = PLAIN) -> None:
         super().__init__(endpoints, lambda endpoint, timeout_s: V2Server(endpoint, timeout_s, access))
 
 
@@ -115,7 +127,7 @@ class V2Server:
 
     def removal(self, key: str) -> dict[str, Any]:
         user, password = self._access.user, self._access.password
-        headers = {} if user is None else urllib3.make_headers(basic_auth=f"{user}:{password}")
+        headers = {} if user is None else urllib3.make_headers(basic_auth=_latin(f"{user}:{password}"))
         return self._access.removal(self._endpoint, [["DELETE", f"/v2/keys{ROOT}{quote(key)}", headers, ""]])
 
     def _read(self, key: str) -> tuple[KeyValue | None, int]:
@@ -155,6 +167,8 @@ def _translated() -> Iterator[None]:
         yield
     except etcd.EtcdException as error:
         code = error.payload.get("errorCode") if isinstance(error.payload, dict) else None
+        if "SSLError" in str(error):
+            raise CoordinationError(f"{NO_TRUST}: {error}") from None
         if isinstance(error, (etcd.EtcdConnectionFailed, etcd.EtcdClusterIdChanged)):
             raise Unavailable from error
         if code in RAFT_ERRORS:
@@ -168,6 +182,11 @@ def _translated() -> Iterator[None]:
         raise CoordinationError(f"refuses: {error}") from error
 
 
+def _latin(text: str | None) -> str | None:
+    """urllib3 encodes logins as Latin-1, etcd reads UTF-8."""
+    return text and text.encode().decode("latin-1")
+
+
 def _client(endpoint: str, timeout_s: float, access: Access) -> etcd.Client:
     host, port = split_host_port(endpoint)
     host = join_host_port(host, port).rpartition(":")[0]  # IPv6 in brackets
@@ -178,8 +197,8 @@ def _client(endpoint: str, timeout_s: float, access: Access) -> etcd.Client:
         protocol=access.scheme,
         ca_cert=access.ca_cert,
         cert=(access.cert, access.key) if access.cert else None,
-        username=access.user,
-        password=access.password or None,
+        username=_latin(access.user),
+        password=_latin(access.password),
     )
     # Or a frozen server costs four time-outs, and requests that "failed" are carried out later.
     client.http.connection_pool_kw["retries"] = urllib3.Retry(0)

@@ -14,7 +14,19 @@ from typing import Any
 import urllib3
 
 from tenplexrun.agent import etcd as shared
-from tenplexrun.agent.etcd import ROOT, Access, Content, Deliver, Etcd, Grant, Unavailable, parsed, stored
+from tenplexrun.agent.etcd import (
+    NO_TRUST,
+    PLAIN,
+    ROOT,
+    Access,
+    Content,
+    Deliver,
+    Etcd,
+    Grant,
+    Unavailable,
+    parsed,
+    stored,
+)
 from tenplexrun.errors import CompareFailedError, CoordinationError
 from tenplexrun.ports import KeyValue
 
@@ -30,7 +42,7 @@ LOGIN = "/v3/auth/authenticate"
 class EtcdV3(Etcd):
     """Implements `tenplexrun.ports.Coordination`."""
 
-    def __init__(self, endpoints: Sequence[str], access: Access = Access()) -> None:  # noqa: B008 (frozen)
+    def __init__(self, endpoints: Sequence[str], access: Access = PLAIN) -> None:
         tokens: dict[str, str] = {}  # of logins, by endpoint: a login costs the server 50 ms of its processor
         super().__init__(endpoints, lambda endpoint, timeout_s: V3Server(endpoint, timeout_s, access, tokens))
 
@@ -40,10 +52,7 @@ class V3Server:
 
     def __init__(self, endpoint: str, timeout_s: float, access: Access, tokens: dict[str, str]) -> None:
         self._endpoint, self._access, self._tokens, self._timeout_s = endpoint, access, tokens, timeout_s
-        tls = {"cert_reqs": "CERT_REQUIRED", "ca_certs": access.ca_cert, "cert_file": access.cert}
-        self._http = urllib3.connection_from_url(
-            f"{access.scheme}://{endpoint}", maxsize=4, **({**tls, "key_file": access.key} if access.tls else {})
-        )
+        self._http = urllib3.connection_from_url(f"{access.scheme}://{endpoint}", maxsize=4, **access.tls_options())
 
     def get(self, key: str) -> KeyValue | None:
         return _found(self._call("kv/range", {"key": _key(key)})).get(key)
@@ -212,7 +221,7 @@ class V3Server:
                 "POST", path, json.dumps(body), headers, retries=False, timeout=timeout, preload_content=False
             )
         except urllib3.exceptions.SSLError as error:
-            raise CoordinationError(f"and this node do not trust each other; check the certificates: {error}") from None
+            raise CoordinationError(f"{NO_TRUST}: {error}") from None
         except urllib3.exceptions.HTTPError as error:
             raise Unavailable from error
 

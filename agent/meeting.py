@@ -7,11 +7,16 @@ import contextlib
 import ipaddress
 import socket
 import time
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from tenplexrun.agent.embedded import EmbeddedEtcd, reachable
+from tenplexrun.agent.embedded import EmbeddedEtcd
+from tenplexrun.agent.etcd import PLAIN, Access, Etcd
+from tenplexrun.agent.etcd_v2 import EtcdV2
+from tenplexrun.agent.etcd_v3 import EtcdV3
+from tenplexrun.agent.probing import served_api
 from tenplexrun.agent.processes import Processes
 from tenplexrun.channel import join_host_port, split_host_port
 from tenplexrun.errors import CoordinationError, ProcessError, UsageError
@@ -23,13 +28,20 @@ ETCD_TIMEOUT_S = 5.0
 RETRY_S = 0.3
 
 
-def own_host(endpoint: str | None, local_addr: str | None) -> str:
-    """The address that others reach this node by: as given, else the one that leads to the endpoint."""
+def own_host(endpoints: Sequence[str], local_addr: str | None) -> str:
+    """The address that others reach this node by: as given, else the one that leads to an endpoint."""
     if local_addr is not None:
         _must_be_here(local_addr)
         return local_addr
-    if endpoint is None:
+    if not endpoints:
         return LOOPBACK
+    for endpoint in endpoints[:-1]:
+        with contextlib.suppress(CoordinationError):
+            return _way_to(endpoint)
+    return _way_to(endpoints[-1])
+
+
+def _way_to(endpoint: str) -> str:
     host, port = split_host_port(endpoint)
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port or 1, type=socket.SOCK_DGRAM)[0]
@@ -82,7 +94,13 @@ class Wanted(Protocol):
     """What the command line says of it."""
 
     @property
-    def endpoint(self) -> str | None: ...
+    def endpoints(self) -> Sequence[str]: ...
+    @property
+    def access(self) -> Access: ...
+    @property
+    def api(self) -> str | None:
+        """ "v2" or "v3". None: find out."""
+
     @property
     def hosted(self) -> bool:
         """A node of the job hosts the etcd, else one runs there already."""
@@ -94,10 +112,18 @@ class Wanted(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """Address of the run's etcd, and whether this node hosts it: then it has to be the last to leave."""
+    """The run's etcd, and whether this node hosts it: then it has to be the last to leave."""
 
-    endpoint: str
-    hosted: bool
+    endpoints: tuple[str, ...]
+    api: str
+    access: Access
+    hosted: bool = False
+
+    def connect(self) -> Etcd:
+        return (EtcdV2 if self.api == "v2" else EtcdV3)(self.endpoints, self.access)
+
+    def __str__(self) -> str:
+        return f"{', '.join(self.endpoints)} ({self.api})"
 
 
 async def find_meeting(wanted: Wanted, local_addr: str | None, processes: Processes, node_dir: Path) -> Meeting:
@@ -105,33 +131,54 @@ async def find_meeting(wanted: Wanted, local_addr: str | None, processes: Proces
 
     Raises CoordinationError when nothing answers there in time.
     """
+    if not wanted.hosted:
+        return await find_running(wanted)
 
     async def host(name: str, port: int) -> Meeting:
         etcd = await EmbeddedEtcd.start(processes, node_dir, _listening_address(name), port)
         address, port = split_host_port(etcd.endpoint)
-        return Meeting(join_host_port(LOOPBACK if address in ANY else address, port), hosted=True)
+        endpoint = join_host_port(LOOPBACK if address in ANY else address, port)
+        return Meeting((endpoint,), "v2", PLAIN, hosted=True)  # `find_etcd` wants one that serves it
 
-    endpoint = wanted.endpoint
-    if endpoint is None:
+    if not wanted.endpoints:
         return await host(local_addr or LOOPBACK, 0)
-    name, port = split_host_port(endpoint)
-    embedded = wanted.hosted and wanted.is_host is not False
-    if embedded and port == 0:
+    name, port = split_host_port(wanted.endpoints[0])
+    if wanted.is_host is False:
+        return await find_running(wanted, HOST_TIMEOUT_S)
+    if port == 0:
         return await host(name, 0)
-    deadline = time.monotonic() + (HOST_TIMEOUT_S if wanted.hosted else ETCD_TIMEOUT_S)
-    while not await reachable(endpoint):
-        if embedded and (wanted.is_host or _is_own(name, local_addr)):
-            try:
-                return await host(name, port)
-            except ProcessError:
-                if not await reachable(endpoint):  # else another agent of this machine was faster
-                    raise
+
+    async def host_if_own() -> Meeting | None:
+        if not wanted.is_host and not _is_own(name, local_addr):
+            return None
+        try:
+            return await host(name, port)
+        except ProcessError:
+            if await served_api(wanted.endpoints) is None:
+                raise
+            return None  # another agent of this machine was faster
+
+    return await find_running(wanted, HOST_TIMEOUT_S, host_if_own)
+
+
+async def find_running(
+    wanted: Wanted, timeout_s: float = ETCD_TIMEOUT_S, instead: Callable[[], Awaitable[Meeting | None]] | None = None
+) -> Meeting:
+    """An etcd that runs already, or will soon; while none does, `instead` may come up with one.
+
+    Raises CoordinationError when nothing answers there in time.
+    """
+    deadline = time.monotonic() + timeout_s
+    while (api := await served_api(wanted.endpoints, wanted.access)) is None:
+        if instead is not None and (found := await instead()) is not None:
+            return found
         if time.monotonic() > deadline:
-            raise CoordinationError(
-                f"no etcd answers at {endpoint}; start it, or the node that hosts it, or correct --rdzv-endpoint"
-            )
+            todo = "start it, or the node that hosts it, or correct --rdzv-endpoint"
+            if not wanted.hosted and not wanted.access.tls:
+                todo = "start it, or correct --rdzv-endpoint (over TLS it needs --rdzv-conf protocol=https)"
+            raise CoordinationError(f"no etcd answers at {', '.join(wanted.endpoints)}; {todo}")
         await asyncio.sleep(RETRY_S)
-    return Meeting(endpoint, hosted=False)
+    return Meeting(tuple(wanted.endpoints), wanted.api or api, wanted.access)
 
 
 def _is_own(host: str, local_addr: str | None) -> bool:

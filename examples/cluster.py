@@ -23,12 +23,15 @@ class ClusterError(Exception):
 
 
 class Cluster:
-    """Agents of one job. `out` gets `NAME.log` and `events-NAME.jsonl` of each node; `patience_s` bounds each wait."""
+    """Agents of one job. `out` gets `NAME.log` and `events-NAME.jsonl` of each node; `patience_s` bounds each wait.
 
-    def __init__(self, out: Path, run_id: str = "job", patience_s: float = 90.0) -> None:
+    `etcd`: HOST:PORT,... of one that runs already; else the first node hosts one, and the others meet there.
+    """
+
+    def __init__(self, out: Path, run_id: str = "job", patience_s: float = 90.0, etcd: str = "") -> None:
         self.out, self.run_id, self.patience_s = out, run_id, patience_s
         self.agents: dict[str, subprocess.Popen[bytes]] = {}
-        self.endpoint = ""
+        self.endpoint, self._backend = etcd, "etcd" if etcd else "c10d"
 
     def __enter__(self) -> Cluster:
         self.out.mkdir(parents=True, exist_ok=True)
@@ -48,10 +51,9 @@ class Cluster:
         command: Sequence[str],
         env: Mapping[str, str] | None = None,
     ) -> None:
-        """Start a node. The first one hosts the etcd, and the others meet there."""
         argv = [str(BIN / "tenplexrun"), f"--rdzv-id={self.run_id}", f"--local-addr={address}"]
         argv += [f"--events={self.out / f'events-{name}.jsonl'}", *flags]
-        argv += ["--rdzv-backend=c10d", f"--rdzv-endpoint={self.endpoint or join_host_port(address, 0)}"]
+        argv += [f"--rdzv-backend={self._backend}", f"--rdzv-endpoint={self.endpoint or join_host_port(address, 0)}"]
         with (self.out / f"{name}.log").open("ab") as log:
             self.agents[name] = subprocess.Popen([*argv, *command], stdout=log, stderr=log, env=env)
         if not self.endpoint:

@@ -12,13 +12,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tenplexrun import explain
-from tenplexrun.agent.etcd_v2 import EtcdV2
+from tenplexrun import explain, rdzv
+from tenplexrun.agent.meeting import find_running
 from tenplexrun.agent.rendezvous import current_epoch, run_ids
 from tenplexrun.core import report, rounds
+from tenplexrun.core.parallel import OPTIONAL
 from tenplexrun.core.rounds import Request, Round
 from tenplexrun.errors import LayoutError, RendezvousTimeoutError, TenplexError, UsageError
 from tenplexrun.ports import Coordination, KeyValue
+from tenplexrun.rdzv import Meeting
 
 POLL_S = 0.1
 
@@ -41,7 +43,11 @@ def _parser() -> argparse.ArgumentParser:
 
     def job_command(name: str, text: str, run: Any) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
-        command.add_argument("--rdzv-endpoint", required=True, metavar="HOST:PORT", help="the job's etcd")
+        command.add_argument("--rdzv-endpoint", required=True, metavar="HOST:PORT,...", help="the job's etcd")
+        command.add_argument(
+            "--rdzv-backend", choices=rdzv.RUNNING, default="etcd", help="as the job's, if it is etcd-*"
+        )
+        command.add_argument("--rdzv-conf", default="", metavar="K=V,...", help="as the job's: TLS and user")
         command.add_argument("--rdzv-id", metavar="ID", help="name of the job (default: the only one)")
         command.set_defaults(run=run)
         return command
@@ -51,6 +57,9 @@ def _parser() -> argparse.ArgumentParser:
     resize = job_command("resize", "change the parallelism; the job goes on from the same step", _resize)
     for axis in ("pp", "cp", "ep", "tp"):
         resize.add_argument(f"--{axis}", type=int, default=None, help=f"new size of the axis {axis}")
+    for name in OPTIONAL:
+        help_ = f"new {name}, as tenplexrun's (0: its default)"
+        resize.add_argument(f"--{name.replace('_', '-')}", type=int, default=None, help=help_)
     resize.add_argument(
         "--wait", type=float, default=60.0, metavar="S", help="seconds to wait for its round (default 60)"
     )
@@ -95,9 +104,10 @@ def _status(args: argparse.Namespace) -> int:
 
 
 def _resize(args: argparse.Namespace) -> int:
-    sizes = {axis: getattr(args, axis) for axis in ("pp", "cp", "ep", "tp") if getattr(args, axis) is not None}
-    if not sizes or min(sizes.values()) < 1:
-        raise UsageError("resize needs at least one of --pp, --cp, --ep, --tp, each at least 1")
+    names = ("pp", "cp", "ep", "tp", *OPTIONAL)
+    sizes = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    if not sizes or any(size < int(name not in OPTIONAL) for name, size in sizes.items()):
+        raise UsageError("resize needs at least one of --pp, --cp, --ep, --tp, each at least 1, --etp, --dp-shard")
 
     async def ask(coordination: Coordination, folder: str) -> str:
         request = Request(uuid.uuid4().hex[:8], "resize", sizes=sizes)
@@ -122,7 +132,9 @@ def _resize(args: argparse.Namespace) -> int:
 
 
 async def _with_job(args: argparse.Namespace, work: Any) -> Any:
-    coordination = EtcdV2([args.rdzv_endpoint])
+    access = rdzv.find_access(rdzv.read_conf(args.rdzv_conf))
+    wanted = Meeting(rdzv.find_endpoints(args.rdzv_endpoint), False, None, rdzv.APIS.get(args.rdzv_backend), access)
+    coordination = (await find_running(wanted)).connect()
     try:
         names = [args.rdzv_id] if args.rdzv_id else await run_ids(coordination)
         folders = [folder for name in names if (folder := await current_epoch(coordination, name)) is not None]

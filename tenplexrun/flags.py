@@ -78,12 +78,19 @@ TORCHRUN: dict[str, tuple[Flag, ...]] = {
         Flag("--standalone", "one node with a private etcd", switch=True),
         Flag(
             "--rdzv-backend",
-            "static and c10d: the node that the endpoint names hosts an etcd there; etcd, etcd-v2: one runs there",
+            "static and c10d: the node that the endpoint names hosts an etcd there; etcd: one runs there, its API is "
+            "found out (etcd-v2, etcd-v3: this one)",
             _text("static", "NAME"),
         ),
-        Flag("--rdzv-endpoint", "where the nodes meet; none on a single node: a private etcd", _text("", "HOST:PORT")),
+        Flag(
+            "--rdzv-endpoint", "where the nodes meet; none on a single node: a private etcd", _text("", "HOST:PORT,...")
+        ),
         Flag("--rdzv-id", "name of the job", _text("none", "ID")),
-        Flag("--rdzv-conf", "join_timeout, last_call_timeout, lease and others: seconds", _text("", "K=V,...")),
+        Flag(
+            "--rdzv-conf",
+            "join_timeout, last_call_timeout, lease: seconds; cert, key, cacert, user, password_file: of the etcd",
+            _text("", "K=V,..."),
+        ),
         Flag("--master-addr", "static, without an endpoint: its host", _text("127.0.0.1", "HOST")),
         Flag("--master-port", "static, without an endpoint: its port (default 29500)", _whole(metavar="PORT")),
         Flag("--local-addr", "address of this node as the others reach it", _text(None, "HOST")),
@@ -111,10 +118,25 @@ TORCHRUN: dict[str, tuple[Flag, ...]] = {
 }
 
 OURS: dict[str, tuple[Flag, ...]] = {
-    "parallelism (dp is what the nodes give)": tuple(
-        Flag(f"--{axis}", f"size of the mesh axis {axis} (default 1)", _whole(1)) for axis in ("pp", "cp", "ep", "tp")
+    "parallelism (dp is what the nodes give)": (
+        *(
+            Flag(f"--{axis}", f"size of the mesh axis {axis} (default 1)", _whole(1))
+            for axis in ("pp", "cp", "ep", "tp")
+        ),
+        Flag("--etp", "tensor parallelism of the experts (default 0: as --tp where it fits, else 1)", _whole(0)),
+        Flag("--dp-shard", "HSDP: ranks that share one copy of the state (default 0: all of dp)", _whole(0)),
+        Flag(
+            "--mesh-order",
+            "axes of the mesh, outermost first; tp is the last (default pp-dp-cp-tp)",
+            _text("pp-dp-cp-tp", "A-B-C-D"),
+        ),
     ),
     "state and data": (
+        Flag(
+            "--node-labels",
+            "where this node stands, as rack=NAME: what it lacks comes from its own rack first",
+            _text(None, "rack=NAME"),
+        ),
         Flag("--snapshot-every", "steps between snapshots in memory (default 1)", _whole(1)),
         Flag(
             "--data",

@@ -14,7 +14,6 @@ from tenplexrun import channel
 from tenplexrun.agent.app import Agent, Launch
 from tenplexrun.agent.desk import Desk
 from tenplexrun.agent.environment import NodeFacts
-from tenplexrun.agent.etcd_v2 import EtcdV2
 from tenplexrun.agent.events import EventLog
 from tenplexrun.agent.links import Links
 from tenplexrun.agent.logs import WorkerLogs
@@ -55,7 +54,7 @@ class Node:
         (self.node_dir / "token").write_text(self.token)
         died: asyncio.Queue[Verdict] = asyncio.Queue()
         pool = self.pool
-        host = own_host(spec.meeting.endpoint, spec.local_addr)
+        host = own_host(spec.meeting.endpoints, spec.local_addr)
         await asyncio.gather(self._start_store(host), self._start_view())
         watching = asyncio.ensure_future(self._keep_alive(host, died))
         store = StoreClient(str(self.node_dir / "store.sock"))
@@ -63,19 +62,24 @@ class Node:
         links, desk = Links(self.node, self.token), Desk()
         logs = WorkerLogs(self.output, alias=f"{spec.run_id}_{self.node}")
         meeting = await find_meeting(spec.meeting, spec.local_addr, self.processes, self.node_dir)
-        coordination = EtcdV2([meeting.endpoint])
+        coordination = meeting.connect()
         try:
             store_address = channel.join_host_port(host, await store.hello())
             shown = await view.hello()
             self.events.say(
-                f"run {spec.run_id}, etcd at {meeting.endpoint}; data shown by {shown['mode']} ({shown['reason']}); "
+                f"run {spec.run_id}, etcd at {meeting}; data shown by {shown['mode']} ({shown['reason']}); "
                 f"{self._limits()}"
             )
             self.events.emit(
-                "started", pid=os.getpid(), endpoint=meeting.endpoint, view=shown["mode"], dir=str(self.node_dir)
+                "started",
+                pid=os.getpid(),
+                endpoint=",".join(meeting.endpoints),
+                api=meeting.api,
+                view=shown["mode"],
+                dir=str(self.node_dir),
             )
             await desk.start(f"unix:{self.node_dir / 'agent.sock'}")
-            place = (spec.num_workers, spec.node_rank, spec.role)
+            place = (spec.num_workers, spec.node_rank, spec.role, spec.rack)
             member = Member(self.node, host, await links.start(host), store_address, *place)
             services = NodeServices(
                 host=host,

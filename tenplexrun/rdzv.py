@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import re
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
+from tenplexrun.agent.etcd import PLAIN, Access
 from tenplexrun.channel import join_host_port
 from tenplexrun.errors import UsageError
 
-HOSTED, RUNNING = ("static", "c10d"), ("etcd", "etcd-v2")
+HOSTED, RUNNING = ("static", "c10d"), ("etcd", "etcd-v2", "etcd-v3")
+APIS = {"etcd-v2": "v2", "etcd-v3": "v3"}
 C10D_PORT, STATIC_PORT, ETCD_PORT = 29400, 29500, 2379
 
 
@@ -39,24 +43,25 @@ class Timeouts:
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """Where the nodes meet. `endpoint`: HOST:PORT, None for a private etcd. `hosted`: a node of the job hosts the etcd
-    there; `is_host` says whether this one does, None: find out by the address."""
+    """Where the nodes meet. `endpoints`: HOST:PORT of each server, none for a private etcd. `hosted`: a node of the job
+    hosts the etcd there; `is_host` says whether this one does, None: find out by the address. `api`: v2 or v3, None:
+    find out what is served."""
 
-    endpoint: str | None
+    endpoints: tuple[str, ...]
     hosted: bool
-    is_host: bool | None
+    is_host: bool | None = None
+    api: str | None = None
+    access: Access = PLAIN
 
 
 def find_meeting(args: argparse.Namespace, max_nodes: int, conf: Mapping[str, str]) -> Meeting:
     backend, endpoint = args.rdzv_backend, args.rdzv_endpoint
-    if backend == "etcd-v3":
-        raise UsageError("--rdzv-backend etcd-v3 is not supported yet; use etcd-v2 (an etcd with --enable-v2) or c10d")
     if backend not in HOSTED + RUNNING:
         raise UsageError(
             f"--rdzv-backend {backend!r}: plug-ins of torchrun are not loaded; use {', '.join(HOSTED + RUNNING)}"
         )
     if args.standalone:
-        return Meeting(None, True, None)
+        return Meeting((), True)
     hosted = backend in HOSTED
     is_host = _boolean("is_host", conf["is_host"]) if hosted and "is_host" in conf else None
     if backend == "static" and not endpoint and (args.master_port is not None or max_nodes > 1):
@@ -64,10 +69,45 @@ def find_meeting(args: argparse.Namespace, max_nodes: int, conf: Mapping[str, st
     elif not endpoint and max_nodes > 1 and hosted:
         endpoint = join_host_port("127.0.0.1", C10D_PORT)
     elif not endpoint and hosted:
-        return Meeting(None, True, is_host)
+        return Meeting((), True, is_host)
     elif not endpoint:
         raise UsageError(f"--rdzv-backend {backend} needs --rdzv-endpoint HOST:PORT of the etcd that runs")
-    return Meeting(_endpoint(endpoint, C10D_PORT if hosted else ETCD_PORT), hosted, is_host)
+    endpoints = find_endpoints(endpoint, C10D_PORT if hosted else ETCD_PORT)
+    access = find_access(conf)
+    if hosted and (len(endpoints) > 1 or access != PLAIN):
+        raise UsageError(
+            f"--rdzv-backend {backend} lets a node host one plain etcd; several endpoints, TLS and users are for one "
+            f"that runs already (--rdzv-backend etcd)"
+        )
+    return Meeting(endpoints, hosted, is_host, APIS.get(backend), access)
+
+
+def find_endpoints(text: str, default_port: int = ETCD_PORT) -> tuple[str, ...]:
+    """HOST:PORT,... with the ports. Raises UsageError."""
+    return tuple(_endpoint(part, default_port) for part in text.split(","))
+
+
+def find_access(conf: Mapping[str, str]) -> Access:
+    """What --rdzv-conf says of TLS and users, under torchrun's names for etcd and etcd-v2. Raises UsageError."""
+    files = {name: conf[key] for key, name in TLS_FILES.items() if key in conf}
+    for name, path in files.items():
+        if not os.access(path, os.R_OK):
+            raise UsageError(f"--rdzv-conf {name}: cannot read {path!r}")
+    if "key" in files and "cert" not in files:
+        raise UsageError("--rdzv-conf key needs the certificate that it belongs to: cert=FILE")
+    protocol = conf.get("protocol", "https" if files else "http").lower()
+    if protocol not in ("http", "https") or (files and protocol == "http"):
+        raise UsageError(f"--rdzv-conf protocol={protocol}: certificates need https; without them http or https")
+    password_file = conf.get("password_file")
+    if (password_file is None) != ("user" not in conf):
+        raise UsageError("--rdzv-conf user=NAME and password_file=FILE belong together")
+    password = ""
+    if password_file is not None:
+        try:
+            password = Path(password_file).read_text().strip()
+        except (OSError, ValueError) as error:
+            raise UsageError(f"--rdzv-conf password_file: cannot read {password_file!r}: {error}") from None
+    return Access(protocol == "https", **files, user=conf.get("user"), password=password)
 
 
 def _endpoint(text: str, default_port: int) -> str:
@@ -80,7 +120,7 @@ def _endpoint(text: str, default_port: int) -> str:
 
 def run_id(text: str, meeting: Meeting) -> str:
     """As given. Where nobody else can join, and none is, one of its own, as torchrun does: scripts name files by it."""
-    if text == "none" and meeting.endpoint is None:
+    if text == "none" and not meeting.endpoints:
         return str(uuid.uuid4())
     if not text or any(not (c.isalnum() or c in "-_.") for c in text):
         raise UsageError(f"--rdzv-id {text!r}: use letters, digits, '-', '_' and '.'")
@@ -89,6 +129,10 @@ def run_id(text: str, meeting: Meeting) -> str:
 
 # torchrun's settings of --rdzv-conf that change nothing here: no fixed waits, and no store of its own to tune.
 WITHOUT_EFFECT = ("close_timeout", "heartbeat_timeout", "read_timeout", "etcd_prefix", "rank")
+TLS_FILES = {
+    **{"cert": "cert", "key": "key", "cacert": "ca_cert"},
+    **{"ssl_cert": "cert", "ssl_cert_key": "key", "ca_cert": "ca_cert"},
+}
 SECONDS = {"timeout": "rendezvous_s", "join_timeout": "rendezvous_s", "last_call_timeout": "join_window_s"}
 
 
@@ -102,9 +146,6 @@ def read_conf(text: str) -> dict[str, str]:
         conf[name] = value
     if conf.get("store_type", "tcp").lower() != "tcp":
         raise UsageError("--rdzv-conf store_type: only tcp; nodes meet at an etcd, not in a file")
-    tls = [name for name in ("cert", "key", "cacert", "ssl_cert", "ssl_cert_key", "ca_cert") if name in conf]
-    if tls or conf.get("protocol", "http").lower() != "http":
-        raise UsageError(f"--rdzv-conf {tls[0] if tls else 'protocol'}: an etcd over TLS is not supported yet")
     return conf
 
 
@@ -142,4 +183,5 @@ def _boolean(name: str, text: str) -> bool:
 def unknown(conf: Mapping[str, str]) -> list[str]:
     """Names of --rdzv-conf that nobody knows here."""
     known = {*SECONDS, "lease", "keep_alive_interval", "keep_alive_max_attempt", "is_host", "store_type", "protocol"}
+    known |= {*TLS_FILES, "user", "password_file"}
     return sorted(conf.keys() - known - set(WITHOUT_EFFECT))

@@ -20,7 +20,7 @@ from tenplexrun.agent.embedded import SERVING, Binary, etcd_command, find_etcd
 from tenplexrun.agent.guardian import die_with_parent
 
 # An address that no other test run has, and ports in turn: the JSON gateway of an etcd on port 0 dials port 0.
-_HOST = f"127.{os.getpid() >> 16 & 127 | 64}.{os.getpid() >> 8 & 255}.{os.getpid() & 255}"
+HOST = f"127.{os.getpid() >> 16 & 127 | 64}.{os.getpid() >> 8 & 255}.{os.getpid() & 255}"
 _PORTS = itertools.count(20_000, 2)
 
 
@@ -34,19 +34,22 @@ class EtcdServer:
         flags: Sequence[str] = (),
         binary: Binary | None = None,
         port: int | None = None,
+        scheme: str = "http",
     ) -> None:
         self.binary = binary or asyncio.run(find_etcd())
-        self.directory, self.v2, self.flags = directory, v2, list(flags)
+        self.directory, self.v2 = directory, v2
         self.port = next(_PORTS) if port is None else port
+        url = f"{scheme}://{HOST}:{self.port}"
+        self.flags = ["--listen-client-urls", url, "--advertise-client-urls", url, *flags]
         self.process: subprocess.Popen[bytes] | None = None
 
     @property
     def endpoint(self) -> str:
-        return f"{_HOST}:{self.port}"
+        return f"{HOST}:{self.port}"
 
     def launch(self) -> None:
         self.directory.mkdir(exist_ok=True)
-        argv = etcd_command(self.binary, self.directory / "data", _HOST, self.port)
+        argv = etcd_command(self.binary, self.directory / "data", HOST, self.port)
         argv = [word for word in argv if self.v2 or word != "--enable-v2"]
         parent = os.getpid()
         self.log = self.directory / f"log-{time.monotonic_ns()}"
@@ -90,7 +93,7 @@ class EtcdCluster:
 
     def __init__(self, directory: Path, v2: bool = True, binary: Binary | None = None) -> None:
         ports = [next(_PORTS) for _ in range(3)]
-        peers = [f"http://{_HOST}:{port + 1}" for port in ports]
+        peers = [f"http://{HOST}:{port + 1}" for port in ports]
         members = ",".join(f"m{number}={peer}" for number, peer in enumerate(peers))
         self.servers = []
         for number, (port, peer) in enumerate(zip(ports, peers, strict=True)):

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from tenplexrun.core import forming
+from tenplexrun.core import forming, inputs
 from tenplexrun.core.layout import Layout
 from tenplexrun.core.parallel import ParallelConfig
 from tenplexrun.core.placement import Assign
@@ -68,7 +68,7 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What to do, and why. `round`: the document to write; `evict`: members to remove; `answers`: of requests.
+    """What to do, and why. `round`: the document to write; `answers`: of requests.
 
     `need_layouts`: digests to fetch before the next decision. `wake_at`: when to decide again without news.
     `tell`: people should hear of it.
@@ -76,7 +76,6 @@ class Decision:
 
     reason: str
     round: Round | None = None
-    evict: tuple[str, ...] = ()
     answers: Mapping[str, str] | None = None
     need_layouts: tuple[str, ...] = ()
     wake_at: float | None = None
@@ -87,6 +86,9 @@ def decide(view: View, settings: Settings, now: float) -> Decision:
     """The next decision. Same view, settings and time: same decision."""
     if view.round is None:
         return _start(view, settings, now)
+    gone = view.round.evicted
+    view = replace(view, members={node: member for node, member in view.members.items() if node not in gone})
+    assert view.round is not None
     ending = next((request for request in view.requests if request.kind == "end"), None)
     if view.round.phase == "ended":
         if view.round.stop.urgent or not any(request.urgent for request in view.requests):
@@ -186,7 +188,7 @@ def _end_by_drain(view: View, round_: Round, request: Request) -> Decision:
 
 def _on_resize(view: View, round_: Round, settings: Settings, request: Request) -> Decision:
     try:
-        sizes = ParallelConfig.from_json({**round_.sizes.to_json(), **(request.sizes or {}), "dp": 1})
+        sizes = ParallelConfig.least({**round_.sizes.to_json(), **(request.sizes or {})})
     except ValueError as error:
         return Decision(f"resize refused: {error}", answers={request.id: f"refused: {error}"}, tell=True)
     members = forming.in_rank_order(view.members.values(), round_.nodes, view.seen)
@@ -245,9 +247,9 @@ def _gather(view: View, round_: Round, settings: Settings, now: float) -> Decisi
         timeout = settings.gather_timeout_s
         overdue = [node for node in late if now >= max(view.since, view.seen[node]) + timeout]
         if overdue:
-            return Decision(
-                f"{', '.join(overdue)} did not stop within {timeout:.0f} s: no members", evict=tuple(overdue), tell=True
-            )
+            reason = f"{', '.join(overdue)} did not stop within {timeout:.0f} s: evicted"
+            # In the round document, so that a decider whose time is over evicts nobody.
+            return Decision(reason, replace(round_, evicted=(*round_.evicted, *overdue)), tell=True)
         wake_at = min(max(view.since, view.seen[node]) + timeout for node in late)
         return Decision(f"waiting for {', '.join(late)} to stop", wake_at=wake_at)
     if active and all(gathered[node].done for node in active) and len(active) == len(round_.participants):
@@ -346,6 +348,7 @@ def _form(view: View, round_: Round, settings: Settings, now: float, gathered: M
         snapshot=snapshot,
         sources=sources,
     )
+    formed = inputs.frozen(formed, view.members)
     origin = f"from {snapshot}" if snapshot else "from the start: no living node holds a snapshot"
     return Decision(f"round {round_.number} runs at {selection.parallel} {origin}", formed)
 

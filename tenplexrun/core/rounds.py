@@ -29,7 +29,10 @@ CauseKind = Literal["start", "worker_failed", "node_lost", "node_left", "node_jo
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A living agent: where its link and store listen, how many workers it runs. `node` is new at each start."""
+    """A living agent: where its link and store listen, how many workers it runs. `node` is new at each start.
+
+    `rack`: label of those that are near one another.
+    """
 
     node: str
     host: str
@@ -38,6 +41,7 @@ class Member:
     num_workers: int
     node_rank: int | None = None
     role: str = "default"
+    rack: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +165,11 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """The round document. While gathering, `participants` and `parallel` are those of the round before."""
+    """The round document. While gathering, `participants` and `parallel` are those of the round before.
+
+    `racks`, `algorithm`, `inputs`: frozen when it was formed; see `core.inputs`.
+    `evicted`: nodes that count as gone, whatever else is written of them. A node that comes back has a new name.
+    """
 
     number: int
     phase: Phase
@@ -171,6 +179,7 @@ class Round:
     participants: tuple[Participant, ...] = ()
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     spares: tuple[str, ...] = ()
+    evicted: tuple[str, ...] = ()
     stop: Stop = Stop()
     failures: int = 0
     master: tuple[str, int] | None = None
@@ -179,6 +188,9 @@ class Round:
     fallback: ParallelConfig | None = None
     verdict: Verdict | None = None
     first_failure: Failure | None = None
+    racks: Mapping[str, str] = field(default_factory=dict)
+    algorithm: int = 0
+    inputs: str = ""
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -250,7 +262,7 @@ def round_from_json(record: Record) -> Round:
     body["cause"] = Cause(**body["cause"])
     body["stop"] = Stop(**body["stop"])
     body["participants"] = tuple(Participant(**p) for p in body["participants"])
-    body["spares"] = tuple(body["spares"])
+    body["spares"], body["evicted"] = tuple(body["spares"]), tuple(body["evicted"])
     for name in ("sizes", "parallel", "fallback"):
         body[name] = body[name] and ParallelConfig.from_json(body[name])
     body["master"] = body["master"] and (str(body["master"][0]), int(body["master"][1]))

@@ -19,11 +19,11 @@ from stores import adapter
 from test_coordination import until, values
 
 from tenplexrun.agent import etcd as shared
-from tenplexrun.agent.embedded import reachable
 from tenplexrun.agent.etcd import ROOT
 from tenplexrun.agent.etcd_v2 import EtcdV2, V2Server
 from tenplexrun.agent.etcd_v3 import EtcdV3, V3Server
 from tenplexrun.agent.guardian import remove_key
+from tenplexrun.agent.probing import served_api
 from tenplexrun.errors import CompareFailedError, CoordinationError
 
 DEADLINE_S = 60.0
@@ -80,7 +80,7 @@ def test_unreachable_in_bounded_time(own_etcd: EtcdServer, api: str, monkeypatch
         own_etcd.kill()
         with pytest.raises(CoordinationError, match="cannot reach etcd"):
             await client.create("k", "v")
-        assert not await reachable(own_etcd.endpoint)
+        assert not await served_api([own_etcd.endpoint])
         await client.close()
 
     run(test())

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from tenplexrun.agent.embedded import EmbeddedEtcd, find_etcd, reachable
+from tenplexrun.agent.embedded import EmbeddedEtcd, find_etcd
 from tenplexrun.agent.etcd_v2 import EtcdV2
+from tenplexrun.agent.probing import served_api
 from tenplexrun.agent.processes import NODE_DIR_VARIABLE, Processes, ProcessExit, module_command
 from tenplexrun.errors import CoordinationError, ProcessError
 
@@ -118,7 +119,7 @@ def test_modules_run_from_the_package_whatever_lies_around(
 def test_embedded_etcd_serves_and_ends(check: Callable[[Test], None]) -> None:
     async def test(processes: Processes, node_dir: Path) -> None:
         server = await EmbeddedEtcd.start(processes, node_dir)
-        assert await reachable(server.endpoint)
+        assert await served_api([server.endpoint])
         client = EtcdV2([server.endpoint])
         await client.put("a", "1")
         lease = await client.hold("members/n", "me", 60)
@@ -129,7 +130,7 @@ def test_embedded_etcd_serves_and_ends(check: Callable[[Test], None]) -> None:
         assert (await processes.exits.get()).code != 0
         server.stop()
         assert (await processes.exits.get()).name == "etcd"
-        assert not await reachable(server.endpoint)
+        assert not await served_api([server.endpoint])
         again = await EmbeddedEtcd.start(processes, node_dir, host, int(port))
         assert again.endpoint == server.endpoint
         assert await client.get("a") is not None
@@ -148,10 +149,10 @@ def test_what_else_listens_is_no_etcd() -> None:
         server = await asyncio.start_server(answer, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
         with pytest.raises(CoordinationError, match="is not an etcd"):
-            await reachable(f"127.0.0.1:{port}")
+            await served_api([f"127.0.0.1:{port}"])
         server.close()
-        assert not await reachable("127.0.0.1:1")
-        assert not await reachable("no-such-host.invalid:1")
+        assert not await served_api(["127.0.0.1:1"])
+        assert not await served_api(["no-such-host.invalid:1"])
 
     asyncio.run(test())
 

@@ -1,201 +1,283 @@
-"""A small seeded world: the real membership and lifecycle machines, simulated nodes, workers, store and clock."""
+"""A seeded world in virtual time: hosts, a coordination store, a network, and all that can go wrong with them.
+
+The machines of tenplexrun.core are the real ones; adapters and workers are simulated (`node`, `store`).
+What must always hold is checked after every event that could break it.
+"""
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import json
 import random
-from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import replace
 
-from tenplexrun.core import lifecycle as lc
-from tenplexrun.core import membership, rounds
+from tenplexrun.core import forming, rounds
 from tenplexrun.core.layout import Layout, Shard, TensorSpec
-from tenplexrun.core.lifecycle import Lifecycle
-from tenplexrun.core.membership import Settings, View
-from tenplexrun.core.rounds import Failure, Member, Request, Round
-from tenplexrun.core.snapshots import Claim, Holding, SnapshotId, choose
+from tenplexrun.core.membership import Decision, Settings, View
+from tenplexrun.core.parallel import ParallelConfig
+from tenplexrun.core.rounds import Request, Round, Verdict
+from tenplexrun.core.snapshots import Claim, Holding, SnapshotId, choose, gaps, holders_of
+
+from .node import RUN, Agent, Host
+from .store import Entry, Store
 
 LAYOUT = Layout((TensorSpec("w", (8, 4), "float64", (Shard(0, "tp"),)),))
-
-
-@dataclass
-class Node:
-    """A node with its machine. `step`: steps its workers have completed; `due`: what its agent has still to do."""
-
-    member: Member
-    machine: Lifecycle
-    due: deque[lc.Action | lc.Event] = field(default_factory=deque)
-    live: int | None = None
-    step: int = 0
-    hold: int | None = None
-    holdings: dict[SnapshotId, Holding] = field(default_factory=dict)
-    seen_token: int = -1
+SHAPES = ((ParallelConfig(tp=2), 2), (ParallelConfig(pp=2), 1), (ParallelConfig(), 1), (ParallelConfig(), 4))
+STEP_S = 0.25
+COLLECTIVE_TIMEOUT_S = 20.0
 
 
 class World:
-    """`run` lets `num_events` random things happen, then lets faults rest until the job runs or has ended."""
+    """`run` lets faults happen for a while, mends what can be mended, and waits until the job is settled."""
 
-    def __init__(self, seed: int, settings: Settings, num_workers: int = 2) -> None:
+    def __init__(self, seed: int, most_nodes: int = 6) -> None:
         self.random = random.Random(seed)
-        self.settings, self.num_workers = settings, num_workers
+        sizes, self.num_workers = self.random.choice(SHAPES)
+        self.most = self.random.randint(2, most_nodes)
+        least = self.random.choice([1, 1, 2, self.most])
+        self.settings = Settings(
+            least, self.most, self.random.choice([0, 3, 50, 50]), sizes, join_window_s=1.0, rendezvous_timeout_s=120.0,
+            gather_timeout_s=30.0, park_timeout_s=20.0,
+        )  # fmt: skip
+        self.until = self.random.choice([30, 1 << 40, 1 << 40])
         self.now = 0.0
-        self.nodes: dict[str, Node] = {}
-        self.dead: set[str] = set()
-        self.round: Round | None = None
-        self.token = 0
-        self.acks: dict[int, dict[str, rounds.Ack]] = {}
-        self.requests: dict[str, Request] = {}
-        self.seen: dict[str, float] = {}
-        self.since: tuple[object, float] = (None, 0.0)
+        self.layouts = {LAYOUT.digest: LAYOUT}
+        self.store = Store(self.random, self.later)
+        self.store.on_write = self.on_write
+        self.hosts: dict[int, Host] = {}
+        self.agents: dict[str, Agent] = {}
+        self.plans: dict[int, Round] = {}
+        self.newest: Round | None = None
+        self.committed: SnapshotId | None = None
+        self.verdicts: list[Verdict] = []
         self.story: list[str] = []
-        self.newest_commit = 0
+        self.slow = 0.0
+        self._events: list[tuple[float, int, Agent | None, Callable[[], None]]] = []
+        self._order = itertools.count()
 
     def tell(self, what: str) -> None:
         self.story.append(f"{self.now:8.2f} {what}")
 
-    # --- faults and wishes ------------------------------------------------------------------------------------
+    # --- time -----------------------------------------------------------------------------------------------------
 
-    def join(self) -> None:
-        name = f"n{len(self.nodes) + len(self.dead)}"
-        member = Member(name, f"10.0.0.{len(name)}", f"{name}:1", f"{name}:2", self.num_workers)
-        self.nodes[name] = Node(member, Lifecycle(name))
-        self.seen[name] = self.now
-        self.tell(f"{name} joins")
+    def later(self, delay_s: float, work: Callable[[], None]) -> None:
+        self.at(delay_s, work, None)
 
-    def kill_node(self, name: str) -> None:
-        self.dead.add(name)
-        del self.nodes[name]
-        self.tell(f"{name} dies")
+    def at(self, delay_s: float, work: Callable[[], None], agent: Agent | None) -> None:
+        heapq.heappush(self._events, (self.now + delay_s, next(self._order), agent, work))
 
-    def kill_worker(self, name: str) -> None:
-        node = self.nodes[name]
-        if node.live is None:
-            return
-        self.tell(f"a worker on {name} dies in round {node.live}")
-        failure = Failure(name, node.member.host, 0, 0, 1, -9, self.now)
-        node.due.append(lc.WorkersEnded(node.live, failure, None))
+    def advance(self, until_s: float, settled: Callable[[], bool] = lambda: False) -> None:
+        looked = self.now
+        while self._events and self._events[0][0] <= until_s:
+            self.now, _, agent, work = heapq.heappop(self._events)
+            if agent is None:
+                work()
+            elif not agent.over:
+                if agent.host.paused:
+                    agent.host.deferred.append((agent, work))
+                else:
+                    work()
+            if self.now > looked + 1.0:
+                looked = self.now
+                if settled():
+                    return
+        self.now = until_s
 
-    def resize(self, tp: int) -> None:
-        request = Request(f"r{self.token}-{len(self.story)}", "resize", {"tp": tp})
-        self.requests[request.id] = request
-        self.tell(f"asked for tp={tp}")
+    def phase(self) -> float:
+        """How long starting, stopping or taking stock takes: mostly short, sometimes past every time-out."""
+        return self.random.random() * (45.0 if self.random.random() < self.slow else 0.3)
 
-    # --- time -------------------------------------------------------------------------------------------------
+    # --- nodes ----------------------------------------------------------------------------------------------------
 
-    def step(self) -> None:
-        """One thing happens, somewhere."""
-        self.now += self.random.random() * 0.2
-        names = sorted(self.nodes)
-        if not names:
-            return
-        if self.random.random() < 0.3:
-            self.decide()
-            return
-        node = self.nodes[self.random.choice(names)]
-        if self.round is not None and node.seen_token != self.token and self.random.random() < 0.5:
-            node.seen_token = self.token
-            node.due.append(lc.RoundSeen(self.round))
-        elif node.due:
-            self.work(node, node.due.popleft())
-        elif node.live is not None and not node.machine._stopping:
-            self.train(node)
-
-    def train(self, node: Node) -> None:
-        """A step, if all other nodes of the round keep up, then a snapshot; or wait at the hold."""
-        peers = [other for other in self.nodes.values() if other.live == node.live]
-        if node.hold is not None and node.step >= node.hold:
-            return
-        if all(abs(other.step - node.step) <= 1 and other.step >= node.step for other in peers):
-            node.step += 1
-            assert self.round is not None
-            running = node.machine.round
-            mine = running.participant(node.member.node) if running else None
-            if mine is not None and running is not None:
-                snapshot = SnapshotId(node.live, node.step, LAYOUT.digest)
-                claim = Claim(running.parallel, tuple(mine.ranks))
-                kept = sorted(node.holdings)[-2:]
-                node.holdings = {old: node.holdings[old] for old in kept}
-                node.holdings[snapshot] = Holding(snapshot, (claim,))
-
-    def work(self, node: Node, item: lc.Action | lc.Event) -> None:
-        name = node.member.node
-        if isinstance(item, lc.Event):
-            node.due.extendleft(reversed(node.machine.on(item)))
-        elif isinstance(item, lc.SendAck):
-            self.acks.setdefault(item.round, {})[name] = rounds.ack_from_json(
-                json.loads(json.dumps(rounds.to_json(item.ack)))
-            )
-        elif isinstance(item, lc.StartRound):
-            node.live, node.hold = item.round.number, None
-            node.step = item.round.snapshot.step if item.round.snapshot else 0
-        elif isinstance(item, lc.StopWorkers):
-            node.live = None
-            node.due.append(lc.Stopped(item.round))
-        elif isinstance(item, lc.Hold):
-            node.hold = item.hold if item.hold is not None else node.hold
-            node.due.append(lc.Held(item.round, item.hold, node.step if node.live is not None else None))
-        elif isinstance(item, lc.AwaitParked):
-            if node.live is None:
-                return  # stopped meanwhile
-            done = node.step >= item.hold
-            node.due.append(lc.Parked(item.round) if done else item)
-            if not done:
-                node.hold = item.hold
-                self.train(node)
-        elif isinstance(item, lc.Gather):
-            node.due.append(lc.Gathered(item.round, tuple(node.holdings.values()), 4000))
-
-    def decide(self) -> None:
-        state = None if self.round is None else (self.round.number, self.round.phase, self.round.stop)
-        if self.since[0] != state:
-            self.since = (state, self.now)
-        view = View(
-            decider="d:1",
-            members={name: node.member for name, node in self.nodes.items()},
-            seen={name: self.seen[name] for name in self.nodes},
-            round=self.round,
-            acks={} if self.round is None else self.acks.get(self.round.number, {}),
-            requests=tuple(self.requests.values()),
-            layouts={LAYOUT.digest: LAYOUT},
-            since=self.since[1],
-            wall=self.now,
+    def new_host(self) -> None:
+        host = Host(
+            len(self.hosts), self.num_workers, self.random.choice([0.0, -3600.0, 3600.0 * self.random.random()])
         )
-        decision = membership.decide(view, self.settings, self.now)
-        for name in decision.answers or {}:
-            del self.requests[name]
-        if decision.round is not None:
-            self.check(decision.round, view)
-            self.round = rounds.round_from_json(json.loads(json.dumps(rounds.to_json(decision.round))))
-            self.token += 1
-            self.tell(f"round {self.round.number} {self.round.phase} {self.round.stop}: {decision.reason}")
+        self.hosts[host.index] = host
+        self.start(host)
 
-    # --- what must always hold --------------------------------------------------------------------------------
+    def start(self, host: Host) -> None:
+        agent = Agent(self, host)
+        self.agents[agent.name] = agent
+        agent.join()
 
-    def check(self, after: Round, view: View) -> None:
-        before = self.round
-        assert before is None or after.number in (before.number, before.number + 1), "rounds are numbered in order"
-        if after.phase != "running":
+    def lose_host(self, agent: Agent) -> None:
+        self.tell(f"{agent.name}: its host is gone, silently")
+        agent.end()
+        agent.host.holdings.clear()
+
+    def kill_agent(self, agent: Agent) -> None:
+        """Its port refuses connections from now on: whoever has a link to it removes its keys."""
+        self.tell(f"{agent.name} is killed")
+        decider = self.newest.decider if self.newest else ""
+        agent.end()
+        agent.host.holdings.clear()
+        for other in list(self.agents.values()):
+            if decider in (agent.member.link, other.member.link) and other.host.side == agent.host.side:
+                self.at(0.05 + 0.2 * self.random.random(), lambda other=other: self._proved_gone(other, agent), other)
+
+    def _proved_gone(self, witness: Agent, gone: Agent) -> None:
+        def remove() -> None:
+            self.store.delete(f"{RUN}/members/{gone.name}")
+            held = self.store.entries.get(f"{RUN}/decider")
+            if held is not None and json.loads(held.value)["node"] == gone.name:
+                self.store.delete(f"{RUN}/decider", held.token)
+
+        witness.call(remove)
+
+    def pause(self, agent: Agent, seconds: float) -> None:
+        host = agent.host
+        if host.paused:
+            return
+        self.tell(f"{agent.name} is stopped for {seconds:.1f} s")
+        host.paused = True
+
+        def wake() -> None:
+            self.tell(f"host {host.index} wakes")
+            host.paused = False
+            deferred, host.deferred = host.deferred, []
+            for owner, work in deferred:
+                self.at(0.0, work, owner)
+
+        self.later(seconds, wake)
+
+    # --- the job --------------------------------------------------------------------------------------------------
+
+    def request(self, request: Request) -> None:
+        self.store.put(f"{RUN}/requests/{request.id}", json.dumps(rounds.to_json(request)))
+
+    def group(self, round_: Round) -> list[Agent] | None:
+        """The agents of a round if workers of it live on all of them, and none is apart."""
+        found = [self.agents.get(node) for node in round_.nodes]
+        if any(a is None or a.workers is None or a.workers.round.number != round_.number for a in found):
+            return None
+        agents = [agent for agent in found if agent is not None]
+        return agents if len({agent.host.side for agent in agents}) <= 1 else None
+
+    def try_step(self, round_: Round) -> None:
+        """A step is done when all ranks of the round do it."""
+        group = self.group(round_)
+        if group is None:
+            return
+        steps = {agent.workers.running if agent.workers and not agent.workers.failed else None for agent in group}
+        step = steps.pop()
+        if not steps and step is not None:
+            self.later(STEP_S * (0.5 + self.random.random()), lambda: self._step(round_, group, step))
+
+    def _step(self, round_: Round, group: list[Agent], step: int) -> None:
+        if self.group(round_) != group or any(
+            agent.workers is None or agent.workers.failed or agent.workers.running != step for agent in group
+        ):
+            return
+        snapshot = SnapshotId(round_.number, step + 1, LAYOUT.digest)
+        for agent in group:
+            assert agent.workers is not None
+            mine = round_.participant(agent.name)
+            assert mine is not None
+            agent.step_done(agent.workers, snapshot, Holding(snapshot, (Claim(round_.parallel, tuple(mine.ranks)),)))
+        self.later(0.1 * self.random.random(), lambda: self._commit(round_, snapshot, group))
+
+    def _commit(self, round_: Round, snapshot: SnapshotId, group: list[Agent]) -> None:
+        if all(not agent.over and not agent.host.paused for agent in group) and len({a.host.side for a in group}) == 1:
+            for agent in group:
+                agent.committed = snapshot.step
+            self.committed = max(self.committed or snapshot, snapshot)
+
+    def bereaved(self, number: int) -> None:
+        """Workers of this round have gone: sooner or later their peers' collectives fail."""
+        for agent in list(self.agents.values()):
+            workers = agent.workers
+            if workers is not None and workers.round.number == number and not workers.failed:
+                delay = 0.02 + self.random.random() * (0.3 if self.random.random() < 0.7 else 5.0)
+                self.at(delay, lambda agent=agent, workers=workers: agent.fail(workers, "lost its peer"), agent)
+
+    def part(self) -> None:
+        """Some hosts can't reach the others; collectives across time out."""
+        for host in self.hosts.values():
+            host.side = self.random.randint(0, 1)
+        self.tell(f"the network parts: {[host.index for host in self.hosts.values() if host.side]} are apart")
+        for agent in list(self.agents.values()):
+            workers = agent.workers
+            if workers is not None and self.group(workers.round) is None:
+                delay = COLLECTIVE_TIMEOUT_S * (0.5 + self.random.random())
+                self.at(delay, lambda agent=agent, workers=workers: self._time_out(agent, workers), agent)
+
+    def _time_out(self, agent: Agent, workers: object) -> None:
+        if agent.workers is not None and agent.workers is workers and self.group(agent.workers.round) is None:
+            agent.fail(agent.workers, "its collective timed out")
+
+    def heal(self) -> None:
+        self.tell("all that can be mended is mended")
+        self.store.down, self.store.lost_answers, self.slow = False, 0.0, 0.0
+        for host in self.hosts.values():
+            host.cut, host.side = False, 0
+        for agent in list(self.agents.values()):
+            if agent.workers is not None:
+                self.try_step(agent.workers.round)
+
+    # --- what must always hold ------------------------------------------------------------------------------------
+
+    def check(self, decision: Decision, view: View) -> None:
+        """A decision, by whoever holds itself for the decider, whether or not it can be written."""
+        after, before = decision.round, view.round
+        if after is None:
+            return
+        if after.phase != "running" or (before is not None and before.phase == "running"):
             return
         ranks = [rank for p in after.participants for rank in p.ranks]
         assert ranks == list(range(after.parallel.world_size)), "ranks are contiguous and unique"
-        assert not set(after.sources or {}) & self.dead, "a node believed lost is never a source"
-        assert not set(after.nodes) & self.dead - set(view.members), "a lost node takes no part"
-        live = [n.member.node for n in self.nodes.values() if n.live is not None and n.live < after.number]
-        assert not (before is None or before.number != after.number or before.phase != "gathering") or not live, (
-            "no worker of an older round lives when a round starts"
-        )
-        if after.snapshot is not None:
-            held = {name: list(node.holdings.values()) for name, node in self.nodes.items()}
-            assert choose(held, LAYOUT) is not None, "the chosen snapshot can be completed"
+        assert len(set(after.nodes)) == len(after.nodes), "a node is in a round once"
+        there = set(view.members) - set(before.evicted if before else ())
+        assert set(after.nodes) <= there, "a node that is not there takes no part"
+        assert set(after.sources or {}) <= there, "a node believed lost is never a source"
+        held = {node: ack.holdings for node, ack in view.acks.items() if node in there}
+        assert after.snapshot == choose(held, LAYOUT), "the newest snapshot that the living can complete"
+
+    def on_write(self, key: str, entry: Entry) -> None:
+        """The round document has a new version."""
+        if key != f"{RUN}/round":
+            return
+        before, after = self.newest, rounds.round_from_json(json.loads(entry.value))
+        self.newest = after
+        self.tell(f"round {after.number} {after.phase} {after.stop.mode}: {after.cause.detail}")
+        assert before is None or before.phase != "ended" or after.phase == "ended", "an end is final"
+        assert after.number - (before.number if before else 0) in (0, 1), "rounds are numbered in order"
+        if after.phase == "running":
+            if after.number not in self.plans:
+                self._check_kept(after)
+                self._check_boundary(before, after)
+            plan = self.plans.setdefault(after.number, after)
+            assert replace(after, decider=plan.decider) == plan, f"one plan a round: {plan} then {after}"
+
+    def _check_boundary(self, before: Round | None, after: Round) -> None:
+        """Who stops at a boundary loses no step."""
+        if before is not None and before.stop.committed and set(before.nodes) <= set(after.sources or {}):
+            assert after.snapshot is not None
+            assert after.snapshot.step == before.stop.hold, f"{after.snapshot} after a stop before {before.stop.hold}"
+
+    def _check_kept(self, after: Round) -> None:
+        """Nothing committed is lost while its holders live and take part in the decision."""
+        if self.committed is not None and after.sources is not None:
+            held = {a.name: list(a.host.holdings.values()) for a in self.agents.values() if a.name in after.sources}
+            if not gaps(LAYOUT, holders_of(self.committed, held, LAYOUT)):
+                assert after.snapshot is not None, f"{self.committed} was there, nothing is used"
+                assert after.snapshot >= self.committed, f"{self.committed} was there, {after.snapshot} is used"
+
+    def steps(self) -> int:
+        """Completed in the newest round, everywhere."""
+        return min((agent.workers.step for agent in self.agents.values() if agent.workers), default=0)
 
     def settled(self) -> bool:
-        """The job has ended, or runs on every node that it can use, with nothing left to do."""
-        if self.round is None:
-            return len(self.nodes) < self.settings.min_nodes
-        if self.round.phase == "ended":
+        """The job has ended for all, or runs on every living node that it can use."""
+        if self.newest is not None and self.newest.phase == "ended":
+            return not self.agents
+        if not self.agents:
             return True
-        if self.round.phase != "running" or self.requests:
+        if self.newest is None or self.newest.phase != "running":
             return False
-        return all(
-            self.nodes[name].live == self.round.number for name in self.round.nodes if name in self.nodes
-        ) and all(name in self.nodes for name in self.round.nodes)
+        group = self.group(self.newest)
+        members = [agent.member for agent in self.agents.values()]
+        best = forming.select(members, self.newest.sizes, self.settings.min_nodes, self.settings.max_nodes)
+        return group is not None and best is not None and len(best.members) == len(group)

@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from tenplexrun import flags
+from tenplexrun.agent.etcd import Access
 from tenplexrun.config import JobSpec, parse
 from tenplexrun.core.output import STDERR, STDOUT
+from tenplexrun.core.parallel import ParallelConfig
 from tenplexrun.errors import UsageError
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -101,7 +103,8 @@ REFUSED = [
     (["--numa-binding=node"], "numa-binding"),
     (["--logs-specs=mine"], "plug-ins"),
     (["--rdzv-backend=zeus"], "plug-ins"),
-    (["--rdzv-backend=etcd-v3", "--rdzv-endpoint=a:1"], "etcd-v3"),
+    (["--rdzv-backend=c10d", "--rdzv-endpoint=a:1,b:2"], "runs already"),
+    (["--rdzv-endpoint=a:1", "--rdzv-conf=protocol=https"], "runs already"),
     (["--rdzv-backend=etcd"], "needs --rdzv-endpoint"),
     (["--event-log-handler=mine"], "plug-ins"),
     (["--no-python", "-m"], "contradict"),
@@ -111,7 +114,12 @@ REFUSED = [
     (["--signals-to-handle=SIGKILL"], "SIGKILL"),
     (["--signals-to-handle=TERM"], "'TERM'"),
     (["--rdzv-conf=store_type=file"], "store_type"),
-    (["--rdzv-conf=protocol=https"], "TLS"),
+    (["--rdzv-backend=etcd", "--rdzv-endpoint=a", "--rdzv-conf=cacert=none.pem"], "none.pem"),
+    (["--rdzv-backend=etcd", "--rdzv-endpoint=a", "--rdzv-conf=key=train.py"], "cert=FILE"),
+    (["--rdzv-backend=etcd", "--rdzv-endpoint=a", "--rdzv-conf=protocol=ftp"], "https"),
+    (["--rdzv-backend=etcd", "--rdzv-endpoint=a", "--rdzv-conf=cacert=train.py,protocol=http"], "https"),
+    (["--rdzv-backend=etcd", "--rdzv-endpoint=a", "--rdzv-conf=user=me"], "password_file"),
+    (["--rdzv-backend=etcd", "--rdzv-endpoint=a", "--rdzv-conf=user=me,password_file=none"], "'none'"),
     (["--rdzv-conf=join_timeout"], "KEY=VALUE"),
     (["--rdzv-conf=is_host=perhaps"], "is_host"),
     (["--rdzv-endpoint=a:b"], "HOST:PORT"),
@@ -144,16 +152,33 @@ MEETINGS = [
     (["--rdzv-endpoint=[::1]:0"], "[::1]:0"),
     (["--rdzv-endpoint=[::1]"], "[::1]:29400"),
     (["--rdzv-backend=etcd-v2", "--rdzv-endpoint=h"], "h:2379"),
+    (["--rdzv-backend=etcd-v3", "--rdzv-endpoint=h:1,[::1],k"], "h:1,[::1]:2379,k:2379"),
 ]
 
 
 @pytest.mark.parametrize(("argv", "endpoint"), MEETINGS, ids=[" ".join(argv) or "nothing" for argv, _ in MEETINGS])
 def test_where_the_nodes_meet(train: None, argv: list[str], endpoint: str | None) -> None:
     found = spec(*argv)
-    assert found.meeting.endpoint == endpoint
+    assert ",".join(found.meeting.endpoints) == (endpoint or "")
+    assert found.meeting.api == {"etcd-v2": "v2", "etcd-v3": "v3"}.get(argv[0].partition("=")[2] if argv else "")
     assert found.meeting.hosted is ("etcd" not in argv[0] if argv else True)
     assert (found.run_id == "none") is (endpoint is not None)
     assert spec("--rdzv-id=mine", *argv).run_id == "mine"
+
+
+def test_access_to_the_etcd(train: None) -> None:
+    Path("password").write_text("hush-hush\n")
+    where = ["--rdzv-backend=etcd", "--rdzv-endpoint=h"]
+    assert spec(*where).meeting.access == Access()
+    assert spec(*where, "--rdzv-conf=protocol=https").meeting.access == Access(tls=True)
+    for names in (
+        "cacert=train.py,cert=train.py,key=train.py",
+        "ca_cert=train.py,ssl_cert=train.py,ssl_cert_key=train.py",
+    ):
+        assert spec(*where, f"--rdzv-conf={names}").meeting.access == Access(True, "train.py", "train.py", "train.py")
+    found = spec(*where, "--rdzv-conf=user=me,password_file=password")
+    assert found.meeting.access == Access(user="me", password="hush-hush")
+    assert "hush-hush" not in repr(found)
 
 
 def test_time_outs(train: None) -> None:
@@ -187,3 +212,27 @@ def test_what_is_run(train: None) -> None:
     found = parse(["-m", "mod", "x"], {**ENV, "PYTHON_EXEC": "/bin/other"})
     assert (found.entry, found.command) == ("exec", ("/bin/other", "-u", "-m", "mod", "x"))
     assert spec("--nproc-per-node=cpu").num_workers == len(os.sched_getaffinity(0))
+
+
+def test_sizes_of_the_mesh_and_the_rack(train: None) -> None:
+    found = spec(
+        "--nnodes=2", "--nproc-per-node=8", "--ep=8", "--etp=1", "--tp=2", "--dp-shard=2", "--mesh-order=dp-pp-cp-tp"
+    )
+    assert found.sizes == ParallelConfig(dp=4, ep=8, etp=1, tp=2, dp_shard=2, order=("dp", "pp", "cp", "tp"))
+    assert found.sizes.at_world(16) == ParallelConfig(dp=8, ep=8, etp=1, tp=2, dp_shard=2, order=found.sizes.order)
+    assert spec("--nproc-per-node=4", "--ep=4").sizes == ParallelConfig(dp=4, ep=4), "dp is what the nodes give"
+    assert spec(TENPLEXRUN_NODE_LABELS="rack=r1").rack == "r1"
+    assert spec().rack is None
+    for wrong, says in (
+        (("--ep=3", "--nproc-per-node=4"), "ep=3"),
+        (("--etp=3", "--nproc-per-node=4"), "etp=3"),
+        (("--dp-shard=3", "--nproc-per-node=4"), "dp_shard=3"),
+        (("--dp-shard=-1",), "dp_shard=-1"),
+        (("--ep=0", "--tp=0"), "impossible layout"),
+        (("--mesh-order=tp-pp-dp-cp",), "ends with tp"),
+        (("--mesh-order=pp-tp",), "name each of"),
+        (("--node-labels=zone=1",), "rack=NAME"),
+        (("--node-labels=rack=",), "rack=NAME"),
+    ):
+        with pytest.raises(UsageError, match=says):
+            spec(*wrong)

@@ -154,10 +154,13 @@ def test_layouts_are_asked_for_before_a_snapshot_is_chosen() -> None:
     assert decision.need_layouts == (LAYOUT.digest,)
 
 
-def test_a_node_that_does_not_stop_is_no_member_any_more() -> None:
+def test_a_node_that_does_not_stop_is_evicted_by_the_round_document() -> None:
     gathering = replace(RUNNING, number=4, phase="gathering")
-    decision = decide(view(A, B, round_=gathering, acks={"a": gathered("a", ranks=(0, 1))}), SETTINGS, 1000.0)
-    assert decision.evict == ("b",)
+    known = view(A, B, round_=gathering, acks={"a": gathered("a", ranks=(0, 1))})
+    evicting = written(decide(known, SETTINGS, 1000.0))
+    assert evicting.evicted == ("b",)
+    after = written(decide(replace(known, round=evicting), SETTINGS, 1000.0))
+    assert (after.nodes, after.evicted) == (("a",), ("b",))
 
 
 def test_wishes_are_refused_with_a_reason_or_lead_to_a_boundary() -> None:
@@ -244,6 +247,9 @@ def test_records_come_back_from_json_as_they_were() -> None:
         first_failure=FAILURE,
         master=("h", 1),
         spares=("c",),
+        racks={"a": "r1"},
+        algorithm=3,
+        inputs="5f",
     )
     assert rounds.round_from_json(rounds.to_json(full)) == full
     ack = replace(gathered("a", 5, ranks=(0,)), failure=FAILURE)

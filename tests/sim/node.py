@@ -1,0 +1,385 @@
+"""A simulated host: the real lifecycle, outlook and membership machines of its agent, and its workers."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from tenplexrun.core import lifecycle as lc
+from tenplexrun.core import membership, rounds
+from tenplexrun.core.lifecycle import Lifecycle
+from tenplexrun.core.membership import Decision
+from tenplexrun.core.outlook import Outlook
+from tenplexrun.core.rounds import Failure, Member, Request, Round
+from tenplexrun.core.snapshots import Holding, SnapshotId
+
+from .store import CompareFailed, Entry, Unreachable
+
+if TYPE_CHECKING:
+    from .world import World
+
+RUN = "runs/job/1"
+LEASE_S = 5.0
+RETRY_S = 0.3
+
+
+@dataclass(eq=False)
+class Host:
+    """A machine. Its snapshots outlive its agent's names, not itself. `side`: who is apart from whom."""
+
+    index: int
+    num_workers: int
+    skew_s: float
+    paused: bool = False
+    cut: bool = False
+    side: int = 0
+    deferred: list[tuple[Agent, Callable[[], None]]] = field(default_factory=list)
+    holdings: dict[SnapshotId, Holding] = field(default_factory=dict)
+    names: int = 0
+
+
+@dataclass(eq=False)
+class Workers:
+    """Those of one round here. `step`: steps completed; `started`: the step begun; `running`: it is past the hold."""
+
+    round: Round
+    step: int
+    started: int | None = None
+    running: int | None = None
+    failed: bool = False
+
+
+class Agent:
+    """One name of a host's agent: from joining until it ends, is killed or is fenced out."""
+
+    def __init__(self, world: World, host: Host) -> None:
+        self.world, self.host = world, host
+        self.name = f"n{host.index}" + "'" * host.names
+        host.names += 1
+        self.member = Member(self.name, f"10.0.0.{host.index}", f"{self.name}:1", f"{self.name}:2", host.num_workers)
+        self.machine = Lifecycle(self.name)
+        self.over = False
+        self.workers: Workers | None = None
+        self.hold: int | None = None
+        self.committed: int | None = None
+        self._awaiting: lc.AwaitParked | None = None
+        self._acks: deque[tuple[str, str]] = deque()
+        self.decider = SimDecider(self)
+
+    @property
+    def cut(self) -> bool:
+        return self.host.cut
+
+    def at(self, delay_s: float, work: Callable[[], None]) -> None:
+        self.world.at(delay_s, work, self)
+
+    def tell(self, what: str) -> None:
+        self.world.tell(f"{self.name} {what}")
+
+    def call(self, operation: Callable[[], Any], done: Callable[[Any], None] = lambda _: None) -> None:
+        self.world.store.call(self, operation, done)
+
+    # --- membership -----------------------------------------------------------------------------------------------
+
+    def join(self) -> None:
+        key, document = f"{RUN}/members/{self.name}", json.dumps(rounds.to_json(self.member))
+
+        def done(found: Any) -> None:
+            if isinstance(found, Unreachable):
+                self.at(RETRY_S, self.join)
+            elif isinstance(found, CompareFailed):  # its answer was lost: the real adapters know their own nonce
+                joined(self.world.store.entries.get(key))
+            else:
+                joined(found)
+
+        def joined(entry: Entry | None) -> None:
+            if entry is None:
+                self.join()
+                return
+            self.tell("joins")
+            self._refresh(key, entry.token, self._fence)
+            self.world.store.watch(self, f"{RUN}/round", self._on_content)
+            self.decider.campaign()
+
+        self.call(lambda: self.world.store.create(key, document, LEASE_S), done)
+
+    def _refresh(self, key: str, token: str, lost: Callable[[], None]) -> None:
+        def done(kept: Any) -> None:
+            if kept is False:
+                lost()
+            else:
+                self.at(LEASE_S / 4, lambda: self._refresh(key, token, lost))
+
+        self.call(lambda: self.world.store.refresh(key, token), done)
+
+    def _fence(self) -> None:
+        self.tell("was taken for dead")
+        self.end()
+        self.world.later(self.world.phase(), lambda: self.world.start(self.host))
+
+    def end(self) -> None:
+        """The agent and all that belongs to it; the host stays."""
+        if self.over:
+            return
+        self.over = True
+        self.world.store.forget(self)
+        self.world.agents.pop(self.name, None)
+        self._drop_workers()
+
+    def leave(self, verdict: rounds.Verdict | None) -> None:
+        self.tell(f"ends: {verdict.message if verdict else 'it leaves'}")
+        if verdict is not None:
+            self.world.verdicts.append(verdict)
+        self.world.store.call(self, lambda: self.world.store.delete(f"{RUN}/members/{self.name}"), lambda _: None)
+        self.end()
+
+    def _on_content(self, content: Mapping[str, Entry]) -> None:
+        for entry in content.values():
+            self.handle(lc.RoundSeen(rounds.round_from_json(json.loads(entry.value))))
+
+    def drain(self) -> None:
+        self.machine.draining = True
+        if self.machine.live is None:
+            self.leave(None)
+            return
+        request = Request(self.name, "drain", node=self.name, code=143, detail="SIGTERM")
+        self.persistently(lambda: self.world.request(request))
+
+    def persistently(self, operation: Callable[[], Any]) -> None:
+        self.call(
+            operation,
+            lambda found: (
+                self.at(RETRY_S, lambda: self.persistently(operation)) if isinstance(found, Unreachable) else None
+            ),
+        )
+
+    # --- the machine's actions ------------------------------------------------------------------------------------
+
+    def handle(self, event: lc.Event) -> None:
+        for action in self.machine.on(event):
+            if not self.over:
+                self._do(action)
+
+    def _do(self, action: lc.Action) -> None:
+        if isinstance(action, lc.StartRound):
+            assert self.workers is None, f"{self.name} is in two rounds"
+            step = action.round.snapshot.step if action.round.snapshot else 0
+            workers = self.workers = Workers(action.round, step)
+            self.hold = self.committed = None
+            self.at(self.world.phase(), lambda: self.begin_step(workers))
+        elif isinstance(action, lc.StopWorkers):
+            self.at(self.world.phase(), lambda: self._stopped(action))
+        elif isinstance(action, lc.Hold):
+            self.hold = action.hold if action.hold is not None else self.hold
+            started = self.workers.started if self.workers else None
+            self.handle(lc.Held(action.round, action.hold, started))
+            if self.workers is not None and self.workers.running is None and self.workers.started is not None:
+                self._past_hold(self.workers, self.workers.started)
+        elif isinstance(action, lc.AwaitParked):
+            self._awaiting = action
+            self._look_if_parked()
+        elif isinstance(action, lc.Gather):
+            self.at(self.world.phase(), lambda: self._gathered(action))
+        elif isinstance(action, lc.SendAck):
+            key = f"{RUN}/acks/{action.round}/{self.name}"
+            self._acks.append((key, json.dumps(rounds.to_json(action.ack))))
+            if len(self._acks) == 1:
+                self._write_ack()
+        elif isinstance(action, lc.Exit):
+            self.leave(action.round.verdict)
+        else:
+            self.leave(None)
+
+    def _write_ack(self) -> None:
+        def done(found: Any) -> None:
+            if not isinstance(found, Unreachable):
+                self._acks.popleft()
+            if self._acks:
+                self.at(RETRY_S if isinstance(found, Unreachable) else 0.0, self._write_ack)
+
+        key, document = self._acks[0]
+        self.call(lambda: self.world.store.put(key, document), done)
+
+    def _gathered(self, action: lc.Gather) -> None:
+        self.handle(lc.Gathered(action.round, tuple(self.host.holdings.values()), 4000))
+
+    def _stopped(self, action: lc.StopWorkers) -> None:
+        self._drop_workers()
+        self.handle(lc.Stopped(action.round))
+
+    def _drop_workers(self) -> None:
+        workers, self.workers, self._awaiting = self.workers, None, None
+        if workers is not None:
+            self.world.bereaved(workers.round.number)
+
+    # --- workers --------------------------------------------------------------------------------------------------
+
+    def begin_step(self, workers: Workers) -> None:
+        """As in core/control.py: publish what is started, then look at the hold."""
+        if self.workers is workers and not workers.failed:
+            step = workers.started = workers.step
+            self.at(self.world.random.random() * 0.02, lambda: self._past_hold(workers, step))
+
+    def _past_hold(self, workers: Workers, step: int) -> None:
+        if self.workers is not workers or workers.failed or workers.running is not None:
+            return
+        if not workers.started == step == workers.step:
+            return
+        if self.hold is not None and step >= self.hold:
+            self._look_if_parked()
+        else:
+            workers.running = step
+            self.world.try_step(workers.round)
+
+    def _look_if_parked(self) -> None:
+        """All ranks that are parked before the agreed step have sealed the snapshot of the one before it."""
+        action, workers = self._awaiting, self.workers
+        if action is not None and workers is not None and workers.running is None and workers.step >= action.hold:
+            self._awaiting = None
+            self.handle(lc.Parked(action.round))
+
+    def step_done(self, workers: Workers, snapshot: SnapshotId, holding: Holding) -> None:
+        workers.step, workers.running = workers.step + 1, None
+        kept = sorted(self.host.holdings)[-2:]
+        keep = {known for known in self.host.holdings if known in kept or known == self.world.committed}
+        self.host.holdings = {known: self.host.holdings[known] for known in keep}
+        self.host.holdings[snapshot] = holding
+        if workers.step >= self.world.until:
+            workers.started = None
+            self.workers = None
+            self.handle(lc.WorkersEnded(workers.round.number, None, self.committed))
+        else:
+            self.at(self.world.random.random() * 0.02, lambda: self.begin_step(workers))
+
+    def fail(self, workers: Workers, why: str) -> None:
+        if self.workers is workers and not workers.failed:
+            workers.failed = True
+            self.tell(f"a worker fails in round {workers.round.number}: {why}")
+            self.world.bereaved(workers.round.number)
+            failure = Failure(self.name, self.member.host, 0, 0, 1, -9, self.world.now + self.host.skew_s)
+            self.handle(lc.WorkersEnded(workers.round.number, failure, self.committed))
+
+
+class SimDecider:
+    """What agent/decider.py does: one reign after the other, one decision after the other."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent, self._world = agent, agent.world
+        self._reign = 0
+        self._outlook: Outlook | None = None
+        self._acting = self._news = False
+        self._reason = ""
+        self.reigns = False
+
+    def campaign(self) -> None:
+        self._world.store.watch(self._agent, f"{RUN}/decider", self._on_key)
+
+    def _on_key(self, content: Mapping[str, Entry]) -> None:
+        if content or self.reigns:
+            return
+        key, document = f"{RUN}/decider", json.dumps({"node": self._agent.name, "link": self._agent.member.link})
+
+        def done(found: Any) -> None:
+            if isinstance(found, Entry) and not self.reigns:
+                self._begin(key, found.token)
+            elif isinstance(found, Unreachable):
+                self._agent.at(RETRY_S, self._look)
+
+        self._agent.call(lambda: self._world.store.create(key, document, LEASE_S), done)
+
+    def _look(self) -> None:
+        self._agent.call(
+            lambda: self._world.store.content(f"{RUN}/decider"),
+            lambda found: (
+                self._agent.at(RETRY_S, self._look) if isinstance(found, Unreachable) else self._on_key(found)
+            ),
+        )
+
+    def _begin(self, key: str, token: str) -> None:
+        self._agent.tell("decides")
+        self._reign += 1
+        reign, self.reigns, self._acting = self._reign, True, False
+        self._outlook = outlook = Outlook(RUN)
+        outlook.layouts.update(self._world.layouts)
+        self._agent._refresh(key, token, self._lost)
+
+        def deliver(content: Mapping[str, Entry]) -> None:
+            if self._reign == reign and self.reigns:
+                outlook.observe(content)
+                self._think()
+
+        self._world.store.watch(self._agent, RUN, deliver)
+
+    def _lost(self) -> None:
+        self._agent.tell("no longer decides")
+        self.reigns = False
+        self._look()
+
+    def _think(self) -> None:
+        """One decision at a time; what happens meanwhile is looked at afterwards."""
+        if self._acting:
+            self._news = True
+            return
+        assert self._outlook is not None
+        now = self._world.now + self._agent.host.skew_s
+        view = self._outlook.view(self._agent.member.link, now, now)
+        decision = membership.decide(view, self._world.settings, now)
+        self._world.check(decision, view)
+        if decision.reason != self._reason:
+            self._reason = decision.reason
+            self._agent.tell(f"decides: {decision.reason}")
+        if decision.wake_at is not None and decision.round is None:
+            reign, delay = self._reign, max(0.01, decision.wake_at - now)
+            self._agent.at(delay, lambda: self._think() if self.reigns and self._reign == reign else None)
+        self._act(decision)
+
+    def _act(self, decision: Decision) -> None:
+        outlook, store = self._outlook, self._world.store
+        assert outlook is not None
+        work: list[tuple[Callable[[], Any], Callable[[Any], None]]] = []
+        if decision.round is not None:
+            current, text = outlook.current, json.dumps(rounds.to_json(decision.round))
+            token = current.token if current else None
+            write = (
+                (lambda: store.swap(f"{RUN}/round", text, token))
+                if token
+                else (lambda: store.create(f"{RUN}/round", text))
+            )
+            work.append((write, lambda entry: self._wrote(token, entry, decision)))
+        keys = [f"{RUN}/requests/{name}" for name in decision.answers or {}] + outlook.condemned
+        work += [(functools.partial(store.delete, key), lambda _: None) for key in keys]
+        self._acting, self._news = bool(work), False
+        if work:
+            self._next(self._reign, work)
+
+    def _next(self, reign: int, work: list[tuple[Callable[[], Any], Callable[[Any], None]]]) -> None:
+        operation, then = work.pop(0)
+
+        def done(found: Any) -> None:
+            if self._reign != reign or not self.reigns:
+                return
+            if isinstance(found, CompareFailed | Unreachable):
+                work.clear()
+                self._news = True
+            else:
+                then(found)
+            if work:
+                self._next(reign, work)
+            else:
+                self._agent.at(RETRY_S if isinstance(found, Unreachable) else 0.0, self._done)
+
+        self._agent.call(operation, done)
+
+    def _done(self) -> None:
+        self._acting = False
+        if self._news and self.reigns:
+            self._think()
+
+    def _wrote(self, token: str | None, entry: Entry, decision: Decision) -> None:
+        assert self._outlook is not None
+        self._outlook.wrote(token, entry)
+        self._news = True
