@@ -97,7 +97,8 @@ class Agent:
     async def _unless_ended(self, work: Coroutine[Any, Any, None]) -> None:
         """Do it, but no longer than until the verdict."""
         task = asyncio.ensure_future(work)
-        await asyncio.wait({task, self._verdict}, return_when=asyncio.FIRST_COMPLETED)
+        both: set[asyncio.Future[Any]] = {task, self._verdict}
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -112,7 +113,10 @@ class Agent:
         events, member = self._services.events, self._member
         events.emit("joined", folder=self._folder, link=member.link, store=member.store, workers=member.num_workers)
         settings, lease_s = self._launch.settings, self._launch.lease_s
-        decider = Decider(self._coordination, self._folder, settings, self._services.store.layout, events, lease_s)
+        services = self._services
+        decider = Decider(
+            self._coordination, self._folder, settings, services.store.layout, events, lease_s, services.links.linked
+        )
         self._membership = [
             self._spawn(self._follow_round()),
             self._spawn(self._watch_lease(self._lease)),
