@@ -345,6 +345,7 @@ class _Dim:
     def __init__(self, length: int, ops: tuple[Order | Pad | Shard, ...]) -> None:
         self._length, self._ops = length, ops
         self._axes = tuple(axis for op in ops if isinstance(op, Shard) for axis in op.axes)
+        self._repeats = any(isinstance(op, Shard) and op.policy == "repeat" for op in ops)
         self._known: dict[tuple[Any, ...], list[Run]] = {}
 
     def check(self, config: ParallelConfig) -> None:
@@ -353,7 +354,14 @@ class _Dim:
         held: set[tuple[Run, ...]] = set()
         for index in product(*(range(config.size(axis)) for axis in axes)):
             held.add(tuple(self.intervals(config, dict(zip(axes, index, strict=True)))))
-        if local.merge([run for runs in held for run in runs]) != ([(0, self._length)] if self._length else []):
+        reached = 0
+        for start, length in sorted(run for runs in held for run in runs):
+            if start == reached or (start < reached and self._repeats):
+                reached = max(reached, start + length)
+            else:
+                reached = -1  # a gap, or rows that two parts have
+                break
+        if reached != self._length:
             raise LayoutError(f"the parts of a dim of {self._length} rows are not the dim: {sorted(held)}")
 
     def intervals(self, config: ParallelConfig, coord: Coord) -> list[Run]:
