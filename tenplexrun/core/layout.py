@@ -204,7 +204,7 @@ class Layout:
     def from_json(cls, record: object) -> Layout:
         """Raises LayoutError for other schema versions and for anything unknown."""
         known = records.fields(record, "a layout", ("schema", "tensors"), ("buffers",))
-        if known["schema"] not in (1, SCHEMA):
+        if records.whole(known["schema"], "the schema of a layout") not in (1, SCHEMA):
             raise LayoutError(f"layout schema {known['schema']!r}, want {SCHEMA}; run one version on all nodes")
         buffers = map(Buffer.from_json, records.items(known.get("buffers", ()), "a layout's buffers"))
         specs = map(TensorSpec.from_json, records.items(known["tensors"], "a layout's tensors"))
@@ -356,11 +356,10 @@ class _Dim:
             held.add(tuple(self.intervals(config, dict(zip(axes, index, strict=True)))))
         reached = 0
         for start, length in sorted(run for runs in held for run in runs):
-            if start == reached or (start < reached and self._repeats):
-                reached = max(reached, start + length)
-            else:
-                reached = -1  # a gap, or rows that two parts have
+            overlap = reached - start
+            if overlap < 0 or (overlap and not self._repeats):  # a gap, or rows that two parts have
                 break
+            reached = max(reached, start + length)
         if reached != self._length:
             raise LayoutError(f"the parts of a dim of {self._length} rows are not the dim: {sorted(held)}")
 
