@@ -23,7 +23,8 @@ coverage: export COVERAGE_FILE := build/coverage
 coverage: setup
 	$(BIN)/coverage run --branch --include='*/core/$(subst $(comma),.py$(comma)*/core/,$(PLANNER)).py' $(BIN)/pytest -q \
 	  tests/unit/test_layout.py tests/unit/test_layout_language.py tests/unit/test_planner.py tests/unit/test_explain.py \
-	  tests/unit/test_docs_layouts.py tests/unit/test_cases_state.py tests/property/test_placement.py \
+	  tests/unit/test_docs_layouts.py tests/unit/test_cases_state.py tests/unit/test_snapshots.py \
+	  tests/property/test_balance.py tests/property/test_placement.py \
 	  tests/property/test_layout.py tests/property/test_validation.py
 	$(BIN)/coverage report -m --fail-under=100
 
