@@ -40,6 +40,7 @@ class Decider:
         self._outlook = Outlook(folder)
         self._news = asyncio.Event()
         self._reason = ""
+        self.has_round = False  # set by the agent when it has seen one: a store without it has come back empty
 
     async def run(self, node: str, link: str) -> None:
         """Until cancelled."""
@@ -95,6 +96,11 @@ class Decider:
         """Decide on what is known, and act. Returns when to decide again at the latest."""
         now = time.monotonic()
         view = self._outlook.view(link, now, time.time())
+        if view.round is None and self.has_round:
+            return None  # the nodes put it back
+        wait_s = self._lease_s - self._coordination.connected_s
+        if wait_s > 0 and self._unheard(view):
+            return now + wait_s
         decision = membership.decide(view, self._settings, now)
         if decision.reason != self._reason:
             self._reason = decision.reason
@@ -109,6 +115,13 @@ class Decider:
             self._events.emit("decider_trouble", message=str(error))
             return now + RETRY_S
         return decision.wake_at
+
+    def _unheard(self, view: View) -> set[str]:
+        """Nodes of the round without keys. After a break that may be the break's fault (keys of etcd's v2 run out while
+        etcd is down): they get one lease to write them again."""
+        if view.round is None:
+            return set()
+        return {*view.round.nodes, *view.acks} - {*view.members, *view.round.evicted}
 
     async def _act(self, decision: Decision, view: View) -> None:
         if decision.round is not None:
