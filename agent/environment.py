@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tenplexrun.core.parallel import AXES
+from tenplexrun.core.parallel import ALL_AXES, AXES, OPTIONAL, ParallelConfig
 from tenplexrun.core.rounds import Round
 from tenplexrun.errors import UsageError
 
@@ -67,17 +67,24 @@ def worker_env(base: Mapping[str, str], round_: Round, node: str, local_rank: in
         TENPLEX_SNAPSHOT_EVERY=str(facts.snapshot_every),
         TENPLEX_RESUME_STEP=str(round_.snapshot.step if round_.snapshot else 0),
         TENPLEX_GRACE_S=f"{facts.grace_s:g}",
-        TENPLEX_EP=str(round_.parallel.ep),
     )
-    coord = round_.parallel.coord(rank)
-    for axis in AXES:
-        env[f"TENPLEX_{axis.upper()}"] = str(round_.parallel.size(axis))
-        env[f"TENPLEX_{axis.upper()}_RANK"] = str(coord[axis])
+    env.update(_mesh(round_.parallel, rank))
     env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     if facts.virtual_local_rank:
         env.update(LOCAL_RANK="0", CUDA_VISIBLE_DEVICES=_only_device(base.get("CUDA_VISIBLE_DEVICES"), local_rank))
     if mine.num_workers > 1:
         env.setdefault("OMP_NUM_THREADS", "1")
+    return env
+
+
+def _mesh(parallel: ParallelConfig, rank: int) -> dict[str, str]:
+    """Sizes and this rank's index on each axis; what is by default is not said, as `parallel_from_env` wants it."""
+    coord = parallel.expand(parallel.coord(rank))
+    env = {f"TENPLEX_{axis.upper()}": str(parallel.size(axis)) for axis in (*AXES, "ep")}
+    env |= {f"TENPLEX_{axis.upper()}_RANK": str(coord[axis]) for axis in ALL_AXES}
+    env |= {f"TENPLEX_{name.upper()}": str(size) for name in OPTIONAL if (size := getattr(parallel, name))}
+    if parallel.order != AXES:
+        env["TENPLEX_MESH_ORDER"] = "-".join(parallel.order)
     return env
 
 

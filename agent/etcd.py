@@ -98,8 +98,8 @@ class Server(Protocol):
 
     def release(self, grant: Grant) -> None: ...
     def follow(self, prefix: str, deliver: Deliver) -> None:
-        """Deliver the content of the prefix, and again after changes. Returns when it has been quiet for
-        WATCH_TIMEOUT_S, or the content has to be read anew."""
+        """Deliver the content of the prefix, and again after changes and after each WATCH_TIMEOUT_S of quiet. Returns
+        when `deliver` says so, or the content has to be read anew."""
 
     def removal(self, key: str) -> dict[str, Any]: ...
 

@@ -115,15 +115,18 @@ class V2Server:
 
     def follow(self, prefix: str, deliver: Deliver) -> None:
         """An event only says "look again": the history is short and counts the refreshes of all keys, so that a watch
-        that is not re-armed from a fresh index goes stale."""
+        that is not re-armed from a fresh index goes stale, and is told so ("cleared")."""
         with _translated():
             content, index = self._tree(prefix)
-            if deliver(content):
-                wait = {"wait": True, "waitIndex": index + 1, "recursive": True, "timeout": shared.WATCH_TIMEOUT_S}
-                with contextlib.suppress(
-                    etcd.EtcdWatchTimedOut, etcd.EtcdEventIndexCleared, etcd.EtcdWatcherCleared, etcd.EtcdKeyNotFound
-                ):
+            wait = {"wait": True, "waitIndex": index + 1, "recursive": True, "timeout": shared.WATCH_TIMEOUT_S}
+            while deliver(content):
+                try:
                     self._client.read(ROOT + prefix, **wait)
+                    return
+                except etcd.EtcdWatchTimedOut:  # quiet; but a server that is cut off from the others is so, too
+                    self._read("quorum")
+                except (etcd.EtcdEventIndexCleared, etcd.EtcdWatcherCleared, etcd.EtcdKeyNotFound):
+                    return
 
     def removal(self, key: str) -> dict[str, Any]:
         user, password = self._access.user, self._access.password

@@ -105,24 +105,25 @@ class V3Server:
 
     def follow(self, prefix: str, deliver: Deliver) -> None:
         content, revision = self._tree(prefix)
-        if not deliver(content):
-            return
         # From the key to the end of its folder; the few foreign names between ("a-b" of "a") are passed over.
-        create = {"key": _key(prefix), "range_end": _folder(prefix)["range_end"], "start_revision": str(revision + 1)}
-        for message in self._stream("watch", {"create_request": create}):
-            if message.get("canceled"):
-                if "compact_revision" in message:  # history that has not been seen is gone: read all anew
+        span = {"key": _key(prefix), "range_end": _folder(prefix)["range_end"]}
+        while deliver(content):
+            for message in self._stream("watch", {"create_request": {**span, "start_revision": str(revision + 1)}}):
+                if message.get("canceled"):
+                    if "compact_revision" in message:  # history that has not been seen is gone: read all anew
+                        return
+                    raise Unavailable(message.get("cancel_reason", "the watch was cancelled"))
+                content = dict(content)
+                for event in message.get("events", ()):
+                    name, revision = _name(event["kv"]), int(event["kv"]["mod_revision"])
+                    if event.get("type") == "DELETE":
+                        content.pop(name, None)
+                    elif name == prefix or name.startswith(f"{prefix}/"):
+                        content[name] = parsed_item(event["kv"])
+                if not deliver(content):
                     return
-                raise Unavailable(message.get("cancel_reason", "the watch was cancelled"))
-            content = dict(content)
-            for event in message.get("events", ()):
-                name = _name(event["kv"])
-                if event.get("type") == "DELETE":
-                    content.pop(name, None)
-                elif name == prefix or name.startswith(f"{prefix}/"):
-                    content[name] = parsed_item(event["kv"])
-            if not deliver(content):
-                return
+            # Quiet. A server that is cut off from the others is so, too, but does not answer this.
+            self._call("kv/range", {**span, "limit": "1", "keys_only": True})
 
     def removal(self, key: str) -> dict[str, Any]:
         requests = [["POST", "/v3/kv/deleterange", {}, json.dumps({"key": _key(key)})]]

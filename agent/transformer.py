@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from tenplexrun.agent.events import EventLog
+from tenplexrun.core import inputs
 from tenplexrun.core.layout import Layout
-from tenplexrun.core.planner import NodePlan, plan_node
+from tenplexrun.core.planner import Fetch, Holders, NodePlan, plan_node
 from tenplexrun.core.ptc import PTC
 from tenplexrun.core.rounds import Round
-from tenplexrun.core.snapshots import Claim, regions_of_holdings
+from tenplexrun.core.snapshots import Claim, holders_of
 from tenplexrun.core.validation import validate_part
 from tenplexrun.errors import TenplexError
 from tenplexrun.ports import StoreClient
@@ -60,16 +61,19 @@ class Transformer:
     async def _restore(self, node: str, round_: Round, began: float) -> Restored:
         assert round_.snapshot is not None
         assert round_.sources is not None
+        inputs.check(round_)
         addresses = {name: source.store for name, source in round_.sources.items()}
         peers = [address for name, address in addresses.items() if name != node]
         record = await self._store.layout(round_.snapshot.digest, peers)
         layout = Layout.from_json(record)
-        plan = self._plan(node, round_, layout)
+        holdings = {name: source.holdings for name, source in round_.sources.items()}
+        holders = holders_of(round_.snapshot, holdings, layout)
+        plan = self._plan(node, round_, layout, holders)
         planned = time.time()
         mine = round_.participant(node)
         assert mine is not None
         claim = Claim(round_.parallel, tuple(mine.ranks))
-        fetches = [self._fetch(fetch.to_json(), addresses, node) for fetch in plan.fetches]
+        fetches = [self._fetch(fetch, addresses, node, holders) for fetch in plan.fetches]
         snapshot = round_.snapshot.to_json()
         moved = await self._store.pull(snapshot, record, claim.to_json(), fetches)
         index = await self._store.index(snapshot)
@@ -87,17 +91,17 @@ class Transformer:
         )
         return Restored(round_.snapshot.step, int(content["consumed"]), snapshot, index, content["values"])
 
-    def _plan(self, node: str, round_: Round, layout: Layout) -> NodePlan:
-        assert round_.sources is not None
+    def _plan(self, node: str, round_: Round, layout: Layout, holders: Holders) -> NodePlan:
         target = PTC(layout, round_.parallel, round_.rank_nodes())
-        holders = {
-            name: regions_of_holdings(source.holdings, layout) for name, source in sorted(round_.sources.items())
-        }
-        plan = plan_node(node, target, holders)
+        plan = plan_node(node, target, holders, round_.racks)
         validate_part(plan, target, holders)
         return plan
 
-    def _fetch(self, fetch: dict[str, Any], addresses: dict[str, str], node: str) -> dict[str, Any]:
-        """A fetch with its address; any other holder of the snapshot may stand in for a source that fails."""
-        others = [address for name, address in addresses.items() if name not in (node, fetch["source"])]
-        return {**fetch, "address": addresses[fetch["source"]], "alternatives": others}
+    def _fetch(self, fetch: Fetch, addresses: dict[str, str], node: str, holders: Holders) -> dict[str, Any]:
+        """A fetch with its address; any other holder of the region may stand in for a source that fails."""
+        others = [
+            addresses[name]
+            for name, held in holders.items()
+            if name not in (node, fetch.source) and any(one.contains(fetch.region) for one in held.get(fetch.fqn, ()))
+        ]
+        return {**fetch.to_json(), "address": addresses[fetch.source], "alternatives": others}

@@ -206,12 +206,20 @@ class Arena:
         return self._files.open(name)
 
     def adopt(self, layout: Layout, described: Index, claim: Claim, pieces: Sequence[Piece]) -> None:
-        """List `pieces` and `claim` with their snapshot; a node that never held it takes the rest from `described`."""
+        """List `pieces` and `claim` with their snapshot; a node that never held it takes the rest from `described`.
+
+        Where replicas differ and the first counts, the new ones take the place of the node's own.
+        """
+        fresh: dict[str, list[Region]] = {}
+        for piece in pieces:
+            if layout.spec(piece.fqn).replicas == "first":
+                fresh.setdefault(piece.fqn, []).append(piece.region)
         with self._lock:
             self.put_layout(layout)
             index = self._indexes.get(described.snapshot, replace(described, claims=(), pieces=()))
             claims = index.claims if claim in index.claims else (*index.claims, claim)
-            self._keep(replace(index, claims=claims, pieces=(*index.pieces, *pieces)))
+            kept = [old for old in index.pieces if old.fqn not in fresh or subtract(old.region, fresh[old.fqn])]
+            self._keep(replace(index, claims=claims, pieces=(*pieces, *kept)))
             self._staged.difference_update(piece.file for piece in pieces)
 
     def discard(self, name: str) -> None:

@@ -47,6 +47,7 @@ class JobSpec:
     run_id: str
     meeting: Meeting
     node_rank: int | None
+    rack: str | None
     local_addr: str | None
     max_restarts: int
     role: str
@@ -92,6 +93,7 @@ def check(args: argparse.Namespace, environ: Mapping[str, str]) -> JobSpec:
         run_id=rdzv.run_id(args.rdzv_id, meeting),
         meeting=meeting,
         node_rank=args.node_rank,
+        rack=_rack(args.node_labels),
         local_addr=args.local_addr and args.local_addr.strip("[]"),
         max_restarts=args.max_restarts,
         role=args.role,
@@ -166,9 +168,22 @@ def _num_workers(text: str) -> int:
 
 def _sizes(args: argparse.Namespace) -> ParallelConfig:
     try:
-        return ParallelConfig(pp=args.pp, dp=1, cp=args.cp, ep=args.ep, tp=args.tp)
+        sizes = {name: getattr(args, name) for name in ("pp", "cp", "ep", "tp", "etp", "dp_shard")}
+        order = tuple(args.mesh_order.split("-"))
+        if order[-1:] != ("tp",):
+            raise UsageError("--mesh-order ends with tp: a tensor-parallel group stays inside a node")
+        return ParallelConfig.least({**sizes, "order": order})
     except ValueError as error:
         raise UsageError(f"impossible layout: {error}") from None
+
+
+def _rack(labels: str | None) -> str | None:
+    if labels is None:
+        return None
+    name, _, rack = labels.partition("=")
+    if name != "rack" or not rack or "," in rack:
+        raise UsageError(f"--node-labels {labels!r}: write rack=NAME; no other label means anything yet")
+    return rack
 
 
 def _signals(text: str) -> tuple[signal.Signals, ...]:

@@ -16,6 +16,7 @@ from tenplexrun import explain, rdzv
 from tenplexrun.agent.meeting import find_running
 from tenplexrun.agent.rendezvous import current_epoch, run_ids
 from tenplexrun.core import report, rounds
+from tenplexrun.core.parallel import OPTIONAL
 from tenplexrun.core.rounds import Request, Round
 from tenplexrun.errors import LayoutError, RendezvousTimeoutError, TenplexError, UsageError
 from tenplexrun.ports import Coordination, KeyValue
@@ -56,6 +57,9 @@ def _parser() -> argparse.ArgumentParser:
     resize = job_command("resize", "change the parallelism; the job goes on from the same step", _resize)
     for axis in ("pp", "cp", "ep", "tp"):
         resize.add_argument(f"--{axis}", type=int, default=None, help=f"new size of the axis {axis}")
+    for name in OPTIONAL:
+        help_ = f"new {name}, as tenplexrun's (0: its default)"
+        resize.add_argument(f"--{name.replace('_', '-')}", type=int, default=None, help=help_)
     resize.add_argument(
         "--wait", type=float, default=60.0, metavar="S", help="seconds to wait for its round (default 60)"
     )
@@ -100,9 +104,10 @@ def _status(args: argparse.Namespace) -> int:
 
 
 def _resize(args: argparse.Namespace) -> int:
-    sizes = {axis: getattr(args, axis) for axis in ("pp", "cp", "ep", "tp") if getattr(args, axis) is not None}
-    if not sizes or min(sizes.values()) < 1:
-        raise UsageError("resize needs at least one of --pp, --cp, --ep, --tp, each at least 1")
+    names = ("pp", "cp", "ep", "tp", *OPTIONAL)
+    sizes = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    if not sizes or any(size < int(name not in OPTIONAL) for name, size in sizes.items()):
+        raise UsageError("resize needs at least one of --pp, --cp, --ep, --tp, each at least 1, --etp, --dp-shard")
 
     async def ask(coordination: Coordination, folder: str) -> str:
         request = Request(uuid.uuid4().hex[:8], "resize", sizes=sizes)

@@ -71,19 +71,13 @@ def explain(resize: Resize) -> Explanation:
     plan = ReconfigurationPlan({node: planner.part(node) for node in planner.nodes})
     for part in plan.parts.values():
         validate_part(part, resize.target, holders)
-    by_operation = {operation: [0, 0] for operation in OPERATIONS}
-    for node, part in plan.parts.items():
-        for fetch in part.fetches:
-            needed = resize.target.regions_on(node)[fetch.fqn]
-            counts = by_operation[_operation(fetch.region, holders[fetch.source][fetch.fqn], needed)]
-            counts[0] += 1
-            counts[1] += fetch.num_bytes
+    by_operation = _by_operation(plan, resize.target, holders)
     ingress = {node: part.num_bytes for node, part in plan.parts.items()}
     egress = plan.egress()
     busiest = max([*ingress.values(), *egress.values()], default=0)
     return Explanation(
         plan,
-        {operation: (counts[0], counts[1]) for operation, counts in by_operation.items()},
+        by_operation,
         ingress,
         egress,
         {node: part.needed_bytes for node, part in plan.parts.items()},
@@ -91,6 +85,21 @@ def explain(resize: Resize) -> Explanation:
         busiest / resize.link_bytes_per_s,
         sum(len(part.batches()) for part in plan.parts.values()),
     )
+
+
+def _by_operation(plan: ReconfigurationPlan, target: PTC, holders: Holders) -> dict[str, tuple[int, int]]:
+    counts = {operation: [0, 0] for operation in OPERATIONS}
+    known: dict[tuple[Region, int, int], list[int]] = {}  # by identity: regions of like tensors are one object
+    for node, part in plan.parts.items():
+        needed = target.regions_on(node)
+        for fetch in part.fetches:
+            held, wanted = holders[fetch.source][fetch.fqn], needed[fetch.fqn]
+            key = (fetch.region, id(held), id(wanted))
+            if key not in known:
+                known[key] = counts[_operation(fetch.region, held, wanted)]
+            known[key][0] += 1
+            known[key][1] += fetch.num_bytes
+    return {operation: (fetches, num_bytes) for operation, (fetches, num_bytes) in counts.items()}
 
 
 def _operation(box: Region, held: Iterable[Region], wanted: Iterable[Region]) -> str:

@@ -118,10 +118,25 @@ TORCHRUN: dict[str, tuple[Flag, ...]] = {
 }
 
 OURS: dict[str, tuple[Flag, ...]] = {
-    "parallelism (dp is what the nodes give)": tuple(
-        Flag(f"--{axis}", f"size of the mesh axis {axis} (default 1)", _whole(1)) for axis in ("pp", "cp", "ep", "tp")
+    "parallelism (dp is what the nodes give)": (
+        *(
+            Flag(f"--{axis}", f"size of the mesh axis {axis} (default 1)", _whole(1))
+            for axis in ("pp", "cp", "ep", "tp")
+        ),
+        Flag("--etp", "tensor parallelism of the experts (default 0: as --tp where it fits, else 1)", _whole(0)),
+        Flag("--dp-shard", "HSDP: ranks that share one copy of the state (default 0: all of dp)", _whole(0)),
+        Flag(
+            "--mesh-order",
+            "axes of the mesh, outermost first; tp is the last (default pp-dp-cp-tp)",
+            _text("pp-dp-cp-tp", "A-B-C-D"),
+        ),
     ),
     "state and data": (
+        Flag(
+            "--node-labels",
+            "where this node stands, as rack=NAME: what it lacks comes from its own rack first",
+            _text(None, "rack=NAME"),
+        ),
         Flag("--snapshot-every", "steps between snapshots in memory (default 1)", _whole(1)),
         Flag(
             "--data",

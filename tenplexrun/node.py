@@ -79,7 +79,7 @@ class Node:
                 dir=str(self.node_dir),
             )
             await desk.start(f"unix:{self.node_dir / 'agent.sock'}")
-            place = (spec.num_workers, spec.node_rank, spec.role)
+            place = (spec.num_workers, spec.node_rank, spec.role, spec.rack)
             member = Member(self.node, host, await links.start(host), store_address, *place)
             services = NodeServices(
                 host=host,

@@ -45,17 +45,15 @@ def in_rank_order(members: Iterable[Member], before: Sequence[str], seen: Mappin
 def select(candidates: Sequence[Member], sizes: ParallelConfig, min_nodes: int, max_nodes: int) -> Selection | None:
     """The most nodes, in the order given, that make whole replicas of pp · cp · tp with every tp group inside a node.
 
-    `sizes` fixes pp, cp, ep and tp; dp is what the chosen nodes give. None if no `min_nodes` of them do.
+    `sizes` fixes all but dp, which is what the chosen nodes give. None if no `min_nodes` of them do.
     """
     fitting = [member for member in candidates if member.num_workers % sizes.tp == 0]
-    replica = sizes.pp * sizes.cp * sizes.tp
     for count in range(min(max_nodes, len(fitting)), min_nodes - 1, -1):
-        world = sum(member.num_workers for member in fitting[:count])
-        if count > 0 and world % replica == 0 and (world // sizes.pp) % sizes.ep == 0:
+        parallel = sizes.at_world(sum(member.num_workers for member in fitting[:count]))
+        if parallel is not None:
             chosen = tuple(fitting[:count])
             nodes = {member.node for member in chosen}
             spares = tuple(member.node for member in candidates if member.node not in nodes)
-            parallel = replace(sizes, dp=world // replica)
             return Selection(chosen, spares, parallel)
     return None
 
@@ -95,12 +93,14 @@ def impossible(sizes: ParallelConfig, num_workers: int, min_nodes: int, max_node
         )
     replica = sizes.pp * sizes.cp * sizes.tp
     worlds = [count * num_workers for count in range(min_nodes, max_nodes + 1)]
-    if any(world % replica == 0 and (world // sizes.pp) % sizes.ep == 0 for world in worlds):
+    if any(sizes.at_world(world) is not None for world in worlds):
         return None
+    more = {"ep": sizes.ep, "etp": sizes.etp, "dp_shard": sizes.dp_shard}
     shown = str(worlds[0]) if len(worlds) == 1 else f"{worlds[0]} to {worlds[-1]}"
     return (
         f"a world of {shown} workers is not divisible by pp={sizes.pp} * cp={sizes.cp} * tp={sizes.tp} = {replica} "
-        f"(ep={sizes.ep}); change --pp, --cp, --ep, --tp, --nnodes or --nproc-per-node"
+        f"with {', '.join(f'{name}={size}' for name, size in more.items() if size)}; "
+        "change --pp, --cp, --ep, --tp, --nnodes or --nproc-per-node"
     )
 
 

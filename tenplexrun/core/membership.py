@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from tenplexrun.core import forming
+from tenplexrun.core import forming, inputs
 from tenplexrun.core.layout import Layout
 from tenplexrun.core.parallel import ParallelConfig
 from tenplexrun.core.placement import Assign
@@ -188,7 +188,7 @@ def _end_by_drain(view: View, round_: Round, request: Request) -> Decision:
 
 def _on_resize(view: View, round_: Round, settings: Settings, request: Request) -> Decision:
     try:
-        sizes = ParallelConfig.from_json({**round_.sizes.to_json(), **(request.sizes or {}), "dp": 1})
+        sizes = ParallelConfig.least({**round_.sizes.to_json(), **(request.sizes or {})})
     except ValueError as error:
         return Decision(f"resize refused: {error}", answers={request.id: f"refused: {error}"}, tell=True)
     members = forming.in_rank_order(view.members.values(), round_.nodes, view.seen)
@@ -348,6 +348,7 @@ def _form(view: View, round_: Round, settings: Settings, now: float, gathered: M
         snapshot=snapshot,
         sources=sources,
     )
+    formed = inputs.frozen(formed, view.members)
     origin = f"from {snapshot}" if snapshot else "from the start: no living node holds a snapshot"
     return Decision(f"round {round_.number} runs at {selection.parallel} {origin}", formed)
 

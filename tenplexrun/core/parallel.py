@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import gcd, lcm
 from typing import Any
 
 AXES = ("pp", "dp", "cp", "tp")
@@ -14,6 +15,9 @@ DERIVED_AXES = ("dp_replicate", "dp_shard", "edp", "ep", "etp")
 
 ALL_AXES = (*AXES, *DERIVED_AXES)
 """What a layout may name."""
+
+OPTIONAL = ("etp", "dp_shard")
+"""Sizes of which 0 stands for a default."""
 
 _SIZES = ("pp", "dp", "cp", "ep", "tp")
 
@@ -57,6 +61,25 @@ class ParallelConfig:
         shard = self.dp_shard or self.dp
         self._size.update({axis: getattr(self, axis) for axis in _SIZES})
         self._size.update(etp=etp, edp=dense // (self.ep * etp), dp_shard=shard, dp_replicate=self.dp // shard)
+
+    @classmethod
+    def least(cls, record: Mapping[str, Any]) -> ParallelConfig:
+        """From JSON, with the least dp that the other sizes allow: what a user fixes, while the nodes give dp.
+
+        Raises ValueError as the class does.
+        """
+        inner = int(record.get("cp", 1)) * int(record.get("tp", 1))
+        experts = int(record.get("ep", 1)) * (int(record.get("etp", 0)) or 1)
+        dp = lcm(int(record.get("dp_shard", 0)) or 1, experts // (gcd(experts, inner) or 1) or 1)
+        return cls.from_json({**record, "dp": dp})
+
+    def at_world(self, world_size: int) -> ParallelConfig | None:
+        """With the dp that makes `world_size` ranks; None where no dp does, or it contradicts the other sizes."""
+        dp, rest = divmod(world_size, self.pp * self.cp * self.tp)
+        try:
+            return None if rest else replace(self, dp=dp)
+        except ValueError:
+            return None
 
     @property
     def world_size(self) -> int:
@@ -110,7 +133,7 @@ class ParallelConfig:
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> ParallelConfig:
         sizes = {axis: int(record.get(axis, 1)) for axis in _SIZES}
-        more = {name: int(record.get(name, 0)) for name in ("etp", "dp_shard")}
+        more = {name: int(record.get(name, 0)) for name in OPTIONAL}
         return cls(**sizes, **more, order=tuple(record.get("order", AXES)))
 
     def __str__(self) -> str:

@@ -66,14 +66,10 @@ class Region:
     def contains(self, other: Region) -> bool:
         """Whether every element of `other` is here; an empty region is everywhere."""
         self._same_dims(other)
-        if other.is_empty:
-            return True
-        return all(
-            start <= offset and offset + length <= start + size
-            for start, size, offset, length in zip(
-                self.offsets, self.lengths, other.offsets, other.lengths, strict=True
-            )
-        )
+        for start, size, offset, length in zip(self.offsets, self.lengths, other.offsets, other.lengths, strict=True):
+            if offset < start or offset + length > start + size:
+                return other.is_empty
+        return True
 
     def relative_to(self, outer: Region) -> Region:
         """The same box counted from the corner of `outer`. Raises LayoutError where `outer` does not contain it."""

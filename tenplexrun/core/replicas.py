@@ -1,12 +1,17 @@
-"""Replicas that should be equal to the bit, and are not: names that collide over stages, or ranks that drifted."""
+"""Replicas: those of which the first counts, and those that should be equal to the bit and are not.
+
+The latter are names that collide over stages, or ranks that drifted.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tenplexrun.core.layout import Layout
-from tenplexrun.core.regions import Region
+from tenplexrun.core.parallel import ParallelConfig
+from tenplexrun.core.regions import Region, subtract
+from tenplexrun.core.shared import Boxes, SharedRegions, parted
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,3 +57,37 @@ def disagreements(layout: Layout, copies: Iterable[Copied]) -> tuple[Disagreemen
 
 def _size(nodes: tuple[str, ...]) -> tuple[int, tuple[str, ...]]:
     return -len(nodes), nodes
+
+
+def first_only(
+    layout: Layout, holders: Mapping[str, Boxes], ranks: Mapping[str, Sequence[tuple[ParallelConfig, int]]]
+) -> dict[str, Boxes]:
+    """`holders`, each element of a tensor of which the `first` replica counts left to one node alone.
+
+    That is the living node with the lowest of the `ranks` that have the element; all others fetch it from there, so
+    that after a recovery all have one value. The lowest rank has coordinate 0 on every axis that holds replicas.
+    """
+    names = [spec.fqn for spec in layout.tensors if spec.replicas == "first" and spec.at is None]
+    if not names:
+        return dict(holders)
+    won: dict[str, dict[str, tuple[Region, ...]]] = {}
+    for fqn in names:
+        lowest: list[tuple[int, str, tuple[Region, ...]]] = []
+        for node, held in holders.items():
+            if fqn in held:
+                lowest += [(rank, node, layout.regions_of(config, rank).get(fqn, ())) for config, rank in ranks[node]]
+        taken: list[Region] = []
+        for _, node, regions in sorted(lowest):
+            rest = [box for region in regions if region in holders[node][fqn] for box in subtract(region, taken)]
+            if rest:
+                won.setdefault(node, {}).setdefault(fqn, ())
+                won[node][fqn] += tuple(rest)
+                taken += rest
+    others: dict[int, Boxes] = {}  # nodes that won nothing and were equal stay one object
+    left: dict[str, Boxes] = {}
+    for node, held in holders.items():
+        shared, own = parted(held)
+        if id(shared) not in others:
+            others[id(shared)] = {fqn: regions for fqn, regions in shared.items() if fqn not in names}
+        left[node] = SharedRegions({**others[id(shared)], **won[node]} if node in won else others[id(shared)], own)
+    return left

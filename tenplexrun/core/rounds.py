@@ -29,7 +29,10 @@ CauseKind = Literal["start", "worker_failed", "node_lost", "node_left", "node_jo
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A living agent: where its link and store listen, how many workers it runs. `node` is new at each start."""
+    """A living agent: where its link and store listen, how many workers it runs. `node` is new at each start.
+
+    `rack`: label of those that are near one another.
+    """
 
     node: str
     host: str
@@ -38,6 +41,7 @@ class Member:
     num_workers: int
     node_rank: int | None = None
     role: str = "default"
+    rack: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +167,7 @@ class Request:
 class Round:
     """The round document. While gathering, `participants` and `parallel` are those of the round before.
 
+    `racks`, `algorithm`, `inputs`: frozen when it was formed; see `core.inputs`.
     `evicted`: nodes that count as gone, whatever else is written of them. A node that comes back has a new name.
     """
 
@@ -183,6 +188,9 @@ class Round:
     fallback: ParallelConfig | None = None
     verdict: Verdict | None = None
     first_failure: Failure | None = None
+    racks: Mapping[str, str] = field(default_factory=dict)
+    algorithm: int = 0
+    inputs: str = ""
 
     @property
     def nodes(self) -> tuple[str, ...]:

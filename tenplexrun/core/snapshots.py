@@ -11,6 +11,7 @@ from tenplexrun.core.layout import Layout
 from tenplexrun.core.parallel import ParallelConfig
 from tenplexrun.core.records import Record
 from tenplexrun.core.regions import Region, subtract
+from tenplexrun.core.replicas import first_only
 from tenplexrun.core.shared import Boxes, parted
 from tenplexrun.errors import LayoutError
 
@@ -130,13 +131,18 @@ def regions_of_holdings(holdings: Iterable[Holding], layout: Layout) -> Regions:
 
 
 def holders_of(snapshot: SnapshotId, holdings: Mapping[str, Iterable[Holding]], layout: Layout) -> dict[str, Regions]:
-    """For each node (sorted) that holds anything of `snapshot`: its regions, as the planner wants them."""
-    holders = {}
+    """For each node (sorted) that holds anything of `snapshot`: its regions, as the planner wants them.
+
+    What differs between replicas (`first`) is held by one node only: see `replicas.first_only`.
+    """
+    holders, ranks = {}, {}
     for node in sorted(holdings):
-        regions = regions_of_holdings((one for one in holdings[node] if one.snapshot == snapshot), layout)
+        own = [one for one in holdings[node] if one.snapshot == snapshot]
+        regions = regions_of_holdings(own, layout)
         if regions:
             holders[node] = regions
-    return holders
+            ranks[node] = [(claim.config, rank) for one in own for claim in one.claims for rank in claim.ranks]
+    return first_only(layout, holders, ranks)
 
 
 def gaps(layout: Layout, holders: Mapping[str, Regions]) -> list[tuple[str, Region]]:

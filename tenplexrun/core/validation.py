@@ -5,7 +5,6 @@ Nothing of the planner is used but its records, so that a fault there is not rep
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 
 from tenplexrun.core.dtypes import item_bytes
@@ -32,7 +31,9 @@ def validate_part(part: NodePlan, target: PTC, holders: Holders) -> None:
     """`validate` for one node's part: what a node checks before it moves anything."""
     by_tensor: dict[str, list[Fetch]] = {}
     for fetch in part.fetches:
-        _check_fetch(fetch, part.node, target, holders)
+        wrong = _wrong(fetch, part.node, target, holders)
+        if wrong:
+            raise LayoutError(f"node {part.node}: fetch of {fetch.fqn} {fetch.region} from {fetch.source}{wrong}")
         by_tensor.setdefault(fetch.fqn, []).append(fetch)
     needed, held = target.regions_on(part.node), holders.get(part.node, {})
     absent = set(part.absent)
@@ -41,12 +42,13 @@ def validate_part(part: NodePlan, target: PTC, holders: Holders) -> None:
             raise LayoutError(f"node {part.node}: {fqn} is not absent: it is shared state, unneeded, or a copy lives")
     needed_bytes = missing_bytes = 0
     for fqn in sorted({*needed, *by_tensor} - absent):
-        boxes = [fetch.region for fetch in by_tensor.get(fqn, ())]
-        wanted, having = _disjoint(tuple(needed.get(fqn, ()))), held.get(fqn, ())
+        boxes = tuple(fetch.region for fetch in by_tensor.get(fqn, ()))
+        found = _tiling(boxes, tuple(needed.get(fqn, ())), tuple(held.get(fqn, ())))
+        if isinstance(found, str):
+            raise LayoutError(f"node {part.node}, tensor {fqn}: {found}")
         item = item_bytes(target.layout.spec(fqn).dtype)
-        needed_bytes += item * sum(region.num_elements for region in wanted)
-        if boxes or needed.get(fqn) is not having:
-            missing_bytes += item * _check_tiling(f"node {part.node}, tensor {fqn}", boxes, wanted, having)
+        needed_bytes += item * found[0]
+        missing_bytes += item * found[1]
     if (part.needed_bytes, part.held_bytes) != (needed_bytes, needed_bytes - missing_bytes):
         raise LayoutError(
             f"node {part.node} counts {part.needed_bytes} bytes needed and {part.held_bytes} held; "
@@ -54,49 +56,55 @@ def validate_part(part: NodePlan, target: PTC, holders: Holders) -> None:
         )
 
 
-def _check_fetch(fetch: Fetch, node: str, target: PTC, holders: Holders) -> None:
+def _wrong(fetch: Fetch, node: str, target: PTC, holders: Holders) -> str | None:
+    """Why a fetch cannot be executed."""
     spec, region = target.layout.spec(fetch.fqn), fetch.region
-    fits = len(region.lengths) == len(spec.shape) and all(
-        start + length <= size for start, length, size in zip(region.offsets, region.lengths, spec.shape, strict=True)
-    )
-    wrong = None
-    if not fits or region.is_empty:
-        wrong = f" is empty or out of the bounds of shape {spec.shape}"
-    elif fetch.num_bytes != region.num_elements * item_bytes(spec.dtype):
-        wrong = f" says {fetch.num_bytes} bytes, which is not its size in {spec.dtype}"
-    elif fetch.source == node or fetch.source not in holders:
-        wrong = ": the source is not another living node"
-    else:
-        held = holders[fetch.source].get(fetch.fqn, ())
-        if region not in held and not any(one.contains(region) for one in held):
-            wrong = ": the source holds no region that contains it"
-    if wrong:
-        raise LayoutError(f"node {node}: fetch of {fetch.fqn} {region} from {fetch.source}{wrong}")
+    if region.is_empty or len(region.lengths) != len(spec.shape) or not spec.whole.contains(region):
+        return f" is empty or out of the bounds of shape {spec.shape}"
+    if fetch.num_bytes != region.num_elements * item_bytes(spec.dtype):
+        return f" says {fetch.num_bytes} bytes, which is not its size in {spec.dtype}"
+    if fetch.source == node or fetch.source not in holders:
+        return ": the source is not another living node"
+    held = holders[fetch.source].get(fetch.fqn, ())
+    if region not in held and not any(one.contains(region) for one in held):
+        return ": the source holds no region that contains it"
+    return None
 
 
-def _check_tiling(what: str, boxes: Sequence[Region], needed: Sequence[Region], held: Sequence[Region]) -> int:
-    """How many elements of `needed` are not `held`, once `boxes` are known to be disjoint and to be just these."""
+_disjoint = lru_cache(maxsize=1 << 12)(disjoint)
+
+
+@lru_cache(maxsize=1 << 14)
+def _tiling(boxes: tuple[Region, ...], wanted: tuple[Region, ...], held: tuple[Region, ...]) -> tuple[int, int] | str:
+    """(elements of `wanted`, how many of them are not `held`) if `boxes` are disjoint and are just these.
+
+    Else what is wrong. A model has few distinct ones, so the last are remembered.
+    """
+    needed = _disjoint(wanted)
+    num_needed = sum(region.num_elements for region in needed)
+    if not boxes and wanted == held:
+        return num_needed, 0
     ordered = sorted(boxes)
     for index, box in enumerate(ordered):
         for other in ordered[index + 1 :]:
             if other.lengths and other.offsets[0] >= box.offsets[0] + box.lengths[0]:
                 break  # sorted by the first dim: no later one can overlap
             if box.intersect(other) is not None:
-                raise LayoutError(f"{what}: {box} and {other} overlap, a part is fetched twice")
+                return f"{box} and {other} overlap, a part is fetched twice"
         if box not in needed and not any(region.contains(box) for region in needed):
             needless = subtract(box, needed)
             if needless:
-                raise LayoutError(f"{what}: {needless[0]} is fetched, but not needed")
+                return f"{needless[0]} is fetched, but not needed"
         if any(box.intersect(region) is not None for region in held):
-            raise LayoutError(f"{what}: {box} is fetched, but not needed or held already")
+            return f"{box} is fetched, but not needed or held already"
     fetched = sum(box.num_elements for box in boxes)
-    if fetched == sum(region.num_elements for region in needed):
-        return fetched  # disjoint, all needed, and as many as needed: nothing is left
+    if fetched == num_needed:
+        return num_needed, fetched  # disjoint, all needed, and as many as needed: nothing is left
     missing = [rest for one in needed for rest in subtract(one, held)]
     if fetched != sum(box.num_elements for box in missing):
         gap = next(rest for box in missing for rest in subtract(box, boxes))
-        raise LayoutError(f"{what}: {gap} is needed, but neither held nor fetched")
-    return fetched
+        return f"{gap} is needed, but neither held nor fetched"
+    return num_needed, fetched
 
 
 def check_coverage(layout: Layout, config: ParallelConfig) -> None:
@@ -116,9 +124,6 @@ def check_coverage(layout: Layout, config: ParallelConfig) -> None:
         gap = subtract(spec.whole, found)
         if gap:
             raise LayoutError(f"tensor {spec.fqn}: {gap[0]} is on no rank at {config}")
-
-
-_disjoint = lru_cache(maxsize=4096)(disjoint)  # a model has few distinct ones
 
 
 def _covered(fqn: str, needed: Boxes, holders: Holders) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tenplexrun.core.parallel import ParallelConfig
+from tenplexrun.core.parallel import AXES, OPTIONAL, ParallelConfig
 from tenplexrun.errors import UsageError
 
 if TYPE_CHECKING:
@@ -79,7 +79,9 @@ def parallel_from_env(env: Mapping[str, str], world_size: int) -> ParallelConfig
             f"{' dp=' + env['TENPLEX_DP'] if 'TENPLEX_DP' in env else ''}; choose sizes whose product divides the world"
         )
     try:
-        return ParallelConfig(pp=sizes["pp"], dp=dp, cp=sizes["cp"], ep=sizes["ep"], tp=sizes["tp"])
+        more = {name: _number(env, f"TENPLEX_{name.upper()}", 0) for name in OPTIONAL}
+        order = tuple((env.get("TENPLEX_MESH_ORDER") or "-".join(AXES)).split("-"))
+        return ParallelConfig.from_json({**sizes, **more, "dp": dp, "order": order})
     except ValueError as error:
         raise UsageError(f"{error}; correct the TENPLEX_* sizes") from None
 

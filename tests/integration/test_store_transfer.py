@@ -366,3 +366,29 @@ def test_listens_on_the_given_address_only(nodes: Nodes) -> None:
         socket.create_connection(("127.0.0.2", int(node.address.split(":")[1])), 5.0)
     with pytest.raises(StoreError, match="cannot listen"):
         PeerServer(node.arena, b"t").start("192.0.2.1")
+
+
+def test_where_the_first_replica_counts_its_value_takes_the_place_of_the_others(nodes: Nodes) -> None:
+    layout = Layout((TensorSpec("mean", (4,), "float32", replicas="first"),))
+    config, whole = ParallelConfig(dp=3), Region((0,), (4,))
+    for rank, name in enumerate("abc"):
+        arena = nodes.add(name).arena
+        slots = arena.open_round(1, layout, Claim(config, (rank,)))
+        arena.file(slots[0].name).view[:16] = np.full(4, rank + 1, np.float32).tobytes()
+        snapshot = arena.seal(1, 7, 0, {})
+    holdings = {name: node.arena.inventory() for name, node in nodes.all.items()}
+    holders = holders_of(snapshot, holdings, layout)
+    shrunk = PTC(layout, ParallelConfig(dp=2), ("b", "c"))
+    for name in "bc":
+        (fetch,) = plan_node(name, shrunk, holders).fetches
+        record = {
+            "snapshot": snapshot.to_json(),
+            "layout": layout.to_json(),
+            "claim": Claim(shrunk.config, (0,)).to_json(),
+        }
+        fetches = [{**fetch.to_json(), "address": nodes.all[fetch.source].address, "alternatives": []}]
+        PullJob(nodes.all[name].arena, Peers(TOKEN, 5.0), Order.from_json({**record, "fetches": fetches})).run()
+        (piece,) = nodes.all[name].arena.get(snapshot).pieces
+        assert piece.region == whole
+        data = nodes.all[name].arena.file(piece.file).view[piece.offset : piece.offset + 16]
+        assert np.frombuffer(data, np.float32).tolist() == [1, 1, 1, 1]

@@ -208,7 +208,8 @@ class Agent:
         self.handle(lc.Gathered(action.round, tuple(self.host.holdings.values()), 4000))
 
     def _stopped(self, action: lc.StopWorkers) -> None:
-        self._drop_workers()
+        if self.workers is not None and self.workers.round.number == action.round:
+            self._drop_workers()
         self.handle(lc.Stopped(action.round))
 
     def _drop_workers(self) -> None:

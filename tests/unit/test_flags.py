@@ -14,6 +14,7 @@ from tenplexrun import flags
 from tenplexrun.agent.etcd import Access
 from tenplexrun.config import JobSpec, parse
 from tenplexrun.core.output import STDERR, STDOUT
+from tenplexrun.core.parallel import ParallelConfig
 from tenplexrun.errors import UsageError
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -211,3 +212,27 @@ def test_what_is_run(train: None) -> None:
     found = parse(["-m", "mod", "x"], {**ENV, "PYTHON_EXEC": "/bin/other"})
     assert (found.entry, found.command) == ("exec", ("/bin/other", "-u", "-m", "mod", "x"))
     assert spec("--nproc-per-node=cpu").num_workers == len(os.sched_getaffinity(0))
+
+
+def test_sizes_of_the_mesh_and_the_rack(train: None) -> None:
+    found = spec(
+        "--nnodes=2", "--nproc-per-node=8", "--ep=8", "--etp=1", "--tp=2", "--dp-shard=2", "--mesh-order=dp-pp-cp-tp"
+    )
+    assert found.sizes == ParallelConfig(dp=4, ep=8, etp=1, tp=2, dp_shard=2, order=("dp", "pp", "cp", "tp"))
+    assert found.sizes.at_world(16) == ParallelConfig(dp=8, ep=8, etp=1, tp=2, dp_shard=2, order=found.sizes.order)
+    assert spec("--nproc-per-node=4", "--ep=4").sizes == ParallelConfig(dp=4, ep=4), "dp is what the nodes give"
+    assert spec(TENPLEXRUN_NODE_LABELS="rack=r1").rack == "r1"
+    assert spec().rack is None
+    for wrong, says in (
+        (("--ep=3", "--nproc-per-node=4"), "ep=3"),
+        (("--etp=3", "--nproc-per-node=4"), "etp=3"),
+        (("--dp-shard=3", "--nproc-per-node=4"), "dp_shard=3"),
+        (("--dp-shard=-1",), "dp_shard=-1"),
+        (("--ep=0", "--tp=0"), "impossible layout"),
+        (("--mesh-order=tp-pp-dp-cp",), "ends with tp"),
+        (("--mesh-order=pp-tp",), "name each of"),
+        (("--node-labels=zone=1",), "rack=NAME"),
+        (("--node-labels=rack=",), "rack=NAME"),
+    ):
+        with pytest.raises(UsageError, match=says):
+            spec(*wrong)

@@ -247,6 +247,9 @@ def test_records_come_back_from_json_as_they_were() -> None:
         first_failure=FAILURE,
         master=("h", 1),
         spares=("c",),
+        racks={"a": "r1"},
+        algorithm=3,
+        inputs="5f",
     )
     assert rounds.round_from_json(rounds.to_json(full)) == full
     ack = replace(gathered("a", 5, ranks=(0,)), failure=FAILURE)

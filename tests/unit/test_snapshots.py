@@ -8,6 +8,8 @@ import pytest
 
 from tenplexrun.core.layout import Layout, Shard, Stage, TensorSpec
 from tenplexrun.core.parallel import ParallelConfig
+from tenplexrun.core.planner import plan
+from tenplexrun.core.ptc import PTC
 from tenplexrun.core.regions import Region
 from tenplexrun.core.snapshots import Claim, Holding, SnapshotId, choose, gaps, holders_of, regions_of_holdings
 from tenplexrun.errors import LayoutError
@@ -104,6 +106,36 @@ def test_a_snapshot_of_an_unknown_layout_is_passed_over() -> None:
 def test_nothing_held_nothing_chosen() -> None:
     assert choose({}, LAYOUT) is None
     assert choose({"a": []}, LAYOUT) is None
+
+
+def test_where_the_first_replica_counts_the_lowest_living_rank_alone_holds_it() -> None:
+    layout = Layout(
+        (
+            TensorSpec("mean", (4,), "float32", replicas="first"),
+            TensorSpec("part", (8,), "float32", (Shard(0, "tp"),), replicas="first"),
+            TensorSpec("w", (4,), "float32"),
+        )
+    )
+    config, snapshot = ParallelConfig(dp=3, tp=2), at(5, layout=layout)
+    nodes = {"c": (0, 1), "b": (2, 3), "a": (4, 5)}
+    holdings = {node: [held(snapshot, config, *ranks)] for node, ranks in nodes.items()}
+    whole = Region((0,), (4,))
+    found = holders_of(snapshot, holdings, layout)
+    assert list(found) == ["a", "b", "c"]
+    assert dict(found["c"]) == {"mean": (whole,), "part": (whole, Region((4,), (4,))), "w": (whole,)}
+    assert dict(found["a"]) == dict(found["b"]) == {"w": (whole,)}
+    assert found["a"].shared is found["b"].shared, "equal nodes stay one class"  # type: ignore[attr-defined]
+    moves = plan(PTC(layout, config, ("a", "a", "b", "b", "c", "c")), found)
+    assert {node: [fetch.source for fetch in part.fetches] for node, part in moves.parts.items()} == {
+        "a": ["c"] * 3, "b": ["c"] * 3, "c": [],
+    }  # fmt: skip
+    del holdings["c"]
+    assert "mean" in holders_of(snapshot, holdings, layout)["b"], "of those that live"
+    assert choose(holdings, layout) == snapshot
+    # adopted under another config, where the node's ranks have other parts: each element has one holder still
+    holdings["b"].append(held(snapshot, ParallelConfig(tp=1), 0))
+    assert holders_of(snapshot, holdings, layout)["b"]["part"] == (Region((0,), (8,)),)
+    assert "part" not in holders_of(snapshot, holdings, layout)["a"]
 
 
 def test_json() -> None:
