@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import json
+import math
 import signal
 import time
 import uuid
@@ -110,25 +111,24 @@ class Agent:
     async def _join(self) -> None:
         """Become a member, as a new node each time."""
         self._folder, self._lease = await join_run(
-            self._coordination, self._launch.run_id, self._member, self._launch.lease_s, is_gone, own=self._folder
+            self._coordination, self._launch.run_id, self._member, self._launch.lease_s, is_gone, self._folder
         )
         self._round_seen = None
         self.on_joined(self._lease.key)
         events, member = self._services.events, self._member
         events.emit("joined", folder=self._folder, link=member.link, store=member.store, workers=member.num_workers)
-        settings, lease_s = self._launch.settings, self._launch.lease_s
-        decider = Decider(self._coordination, self._folder, settings, self._services.store.layout, events, lease_s)
-        self._decider = decider
+        settings, lease_s, layouts = self._launch.settings, self._launch.lease_s, self._services.store.layout
+        self._decider = Decider(self._coordination, self._folder, settings, layouts, events, lease_s)
         self._membership = [
             self._spawn(self._follow_round()),
             self._spawn(self._watch_lease(self._lease)),
-            self._spawn(decider.run(member.node, member.link)),
+            self._spawn(self._decider.run(member.node, member.link)),
         ]
 
     async def _watch_lease(self, lease: Lease) -> None:
         await lease.lost.wait()
         self._services.events.emit("lease_lost")
-        self._spawn(self._persistently(self._resume))
+        self._spawn(self._persistently(self._resume, math.inf))
 
     async def _resume(self) -> None:
         """This node's key is gone: write it again if the round is still the same, else join as a new node."""
@@ -368,16 +368,16 @@ class Agent:
 
     # --- helpers --------------------------------------------------------------------------------------------------
 
-    async def _persistently(self, work: Callable[[], Coroutine[Any, Any, Any]]) -> None:
+    async def _persistently(self, work: Callable[[], Coroutine[Any, Any, Any]], for_s: float = PERSIST_S) -> None:
         """Do it, through outages of the store of up to a minute; then this node gives up."""
-        deadline = time.monotonic() + PERSIST_S
+        deadline = time.monotonic() + for_s
         while True:
             try:
                 await work()
                 return
             except TenplexError as error:
                 if isinstance(error, RunGoneError) or time.monotonic() > deadline:
-                    why = "" if isinstance(error, RunGoneError) else f"gave up after {PERSIST_S:.0f} s: "
+                    why = "" if isinstance(error, RunGoneError) else f"gave up after {for_s:.0f} s: "
                     self._finish(Verdict(error.exit_code, f"{why}{error}"))
                     return
                 if not isinstance(error, CoordinationError):

@@ -53,7 +53,7 @@ def test_an_outage_is_waited_out(own_etcd: EtcdServer, api: str) -> None:
         assert await anext(watch) == {}
         own_etcd.kill()
         pending = asyncio.ensure_future(client.put("w/k", "written when it is back"))
-        await asyncio.sleep(1)
+        await asyncio.sleep(1.2)
         assert client.connected_s == 0
         own_etcd.start()
         await pending
