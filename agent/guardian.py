@@ -43,6 +43,7 @@ PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 MNT_DETACH = 2
 KILL_DEADLINE_S = 10.0  # a process in uninterruptible sleep must not keep the rest from being cleaned up
+CLEAN_UP_S = 4.0  # for those who remove what the killed have left in shared memory: torch's waits 2 s first
 HTTP_TIMEOUT_S = 0.5
 STRAY_POLL_MS = 20
 IDLE_POLL_MS = 1000
@@ -103,20 +104,31 @@ def own_children() -> set[int]:
     return found
 
 
+def cleans_up(pid: int) -> bool:
+    """Whether it is multiprocessing's resource tracker or torch's manager of shared memory: they remove what killed
+    processes have left there, and end when the last of those has gone."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
+        command = file.read()
+        return b"multiprocessing.resource_tracker" in command or b"torch_shm_manager" in command
+    return False
+
+
 def kill_children(spare: Collection[int] = (), deadline_s: float = KILL_DEADLINE_S) -> bool:
     """SIGKILL and reap the children of this subreaper, and those that come to it as their parents die.
 
     Returns whether none but `spare` is left; False after the deadline (a process in uninterruptible sleep).
     """
-    end, pause = time.monotonic() + deadline_s, 0.0005
+    begin, pause = time.monotonic(), 0.0005
     while found := own_children().difference(spare):
+        patient = time.monotonic() < begin + CLEAN_UP_S
         for pid in found:
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
+            if not (patient and cleans_up(pid)):
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
         for pid in found:
             with contextlib.suppress(OSError):
                 os.waitpid(pid, os.WNOHANG)
-        if time.monotonic() > end:
+        if time.monotonic() > begin + deadline_s:
             return False
         time.sleep(pause)
         pause = min(2 * pause, 0.02)
@@ -266,7 +278,7 @@ class Guardian:
                 self._tell({"op": "exit", "pid": pid, "name": self._names.pop(pid), "code": code})
 
     def _kill_strays(self) -> bool:
-        strays = own_children().difference(self._names)
+        strays = {pid for pid in own_children().difference(self._names) if not cleans_up(pid)}
         for pid in strays:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)

@@ -29,7 +29,6 @@ MAX_LINE_BYTES = 1 << 20
 MAX_UNWRITTEN_BYTES = 8 << 20  # beyond it the workers wait
 PROGRESS_S = 1.0
 TAIL_LINES = 20
-END_TIMEOUT_S = 5.0  # for the pipes of a round whose processes have been killed
 FLUSH_TIMEOUT_S = 30.0  # without any progress
 KEPT_ROUNDS = 2
 
@@ -96,23 +95,17 @@ class WorkerLogs:
             stream.drain()
         return streams[1].last_lines()
 
-    async def close_round(self, round_number: int) -> None:
-        """Return when all that the round's workers wrote has been read: they have ended, or are given up."""
+    def close_round(self, round_number: int) -> None:
+        """Read all that the round's workers wrote. They have ended: what is in the pipes is all that will come."""
         streams = [stream for key, pair in self._streams.items() if key[0] == round_number for stream in pair]
         for stream in streams:
             stream.drain()
-        open_ones = [asyncio.ensure_future(stream.ended.wait()) for stream in streams]
-        if open_ones:
-            _, late = await asyncio.wait(open_ones, timeout=END_TIMEOUT_S)
-            for task in late:
-                task.cancel()
-        for stream in streams:
             stream.end()
 
     async def close(self) -> None:
         """Read and write out all that is left."""
         for round_number in {key[0] for key in self._streams}:
-            await self.close_round(round_number)
+            self.close_round(round_number)
         await self._writer.close()
 
     def _resume(self) -> None:
@@ -145,19 +138,19 @@ class _Stream:
     writer: _Writer
     words: tuple[bytes, ...] = ()
     filtered: int | None = None
-    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    ended: bool = False
     partial: bytes = b""
     drawn: bytes | None = None  # the state of an unfinished line that has been shown
     recent: deque[bytes] = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
     timer: asyncio.TimerHandle | None = None
 
     def resume(self) -> None:
-        if not self.ended.is_set():
+        if not self.ended:
             asyncio.get_running_loop().add_reader(self.pipe, self._readable)
 
     def drain(self) -> None:
         """Read what is there now, whether or not it can be written at once."""
-        while not self.ended.is_set() and self._read():
+        while not self.ended and self._read():
             pass
 
     def last_lines(self) -> list[str]:
@@ -166,9 +159,9 @@ class _Stream:
 
     def end(self) -> None:
         """At its end, or given up on."""
-        if self.ended.is_set():
+        if self.ended:
             return
-        self.ended.set()
+        self.ended = True
         asyncio.get_running_loop().remove_reader(self.pipe)
         os.close(self.pipe)
         if self.timer is not None:
@@ -181,7 +174,7 @@ class _Stream:
 
     def _readable(self) -> None:
         self._read()
-        if self.writer.is_full and not self.ended.is_set():
+        if self.writer.is_full and not self.ended:
             asyncio.get_running_loop().remove_reader(self.pipe)
 
     def _read(self) -> bool:

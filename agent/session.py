@@ -210,7 +210,7 @@ class Session:
         if self._seal is not None:
             await asyncio.wait([self._seal])  # what was written whole must be in the inventory
         await self._services.pool.sweep()
-        await self._services.logs.close_round(self.round.number)
+        self._services.logs.close_round(self.round.number)
         with contextlib.suppress(TenplexError):
             await self._services.view.drop(self.round.number)
 

@@ -38,6 +38,7 @@ from tenplexrun.agent.gloo import idle_before_destroying
 from tenplexrun.agent.guardian import (
     Record,
     become_subreaper,
+    cleans_up,
     die_with_parent,
     own_children,
     receive_packet,
@@ -172,18 +173,23 @@ class WarmPool:
                 _kill(self._pidfds)
 
     def _sweep(self) -> None:
-        end, pause = time.monotonic() + SWEEP_DEADLINE_S, 0.0005
+        """Kill and reap all; those that clean up after the killed are let go on, and end by themselves."""
+        begin, pause = time.monotonic(), 0.0005
         self._sweeping = True
         self._learner.forget()
         try:
             _kill(self._pidfds)
             while not self._harvest():
-                if time.monotonic() > end:
+                if time.monotonic() > begin + SWEEP_DEADLINE_S:
                     stuck = ", ".join(map(str, sorted(own_children())))
                     raise TimeoutError(f"{stuck} outlived SIGKILL by {SWEEP_DEADLINE_S:.0f} s (uninterruptible sleep?)")
                 time.sleep(pause)
                 pause = min(2 * pause, 0.02)
-                _kill(self._pidfds or own_children())  # orphans come to us when their parents have gone
+                # Orphans come to us when their parents have gone.
+                left = self._pidfds or [pid for pid in own_children() if not cleans_up(pid)]
+                if not left:
+                    return
+                _kill(left)
         finally:
             self._sweeping = False
 

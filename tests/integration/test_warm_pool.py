@@ -147,6 +147,27 @@ def test_sweep_leaves_nothing_of_a_round(light_driver: Any, tmp_path: Path, env:
     assert (light_driver.exit().pid, light_driver.pool.exits.qsize()) == (pids[1], 0)
 
 
+def test_shared_memory_of_killed_workers_is_removed_by_those_who_see_to_that(
+    driver: Any, tmp_path: Path, env: dict[str, str]
+) -> None:
+    """multiprocessing's resource tracker and torch's manager outlive the worker until they are through."""
+    (tmp_path / "shares.py").write_text(
+        "import os, signal, torch\n"
+        "from multiprocessing.shared_memory import SharedMemory\n"
+        "block = SharedMemory(create=True, size=4096)\n"
+        "torch.multiprocessing.set_sharing_strategy('file_system')\n"
+        "tensor = torch.ones(1000).share_memory_()\n"
+        "own = [name for name in os.listdir('/dev/shm') if name.startswith(f'torch_{os.getpid()}_')]\n"
+        "print(block.name, *own, flush=True)\n"
+        "if os.fork(): os.kill(os.getpid(), signal.SIGKILL)\n"
+        "signal.pause()\n"  # an orphan with the memory in its hands
+    )
+    outcomes = driver.run(Command("script", ("shares.py",), str(tmp_path)), [env, env])
+    names = [name for outcome in outcomes for name in outcome.out.split()]
+    assert len(names) == 4, outcomes
+    driver.until(lambda: not {*names} & {*os.listdir("/dev/shm")}, "all of it is removed")
+
+
 def test_signals_reach_workers_and_only_living_ones(light_driver: Any, tmp_path: Path, env: dict[str, str]) -> None:
     (tmp_path / "wait.py").write_text(
         "import os, time; open('ready.' + os.environ['RANK'], 'w').close(); time.sleep(1000)"
