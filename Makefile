@@ -23,15 +23,17 @@ coverage: export COVERAGE_FILE := build/coverage
 coverage: setup
 	$(BIN)/coverage run --branch --include='*/core/$(subst $(comma),.py$(comma)*/core/,$(PLANNER)).py' $(BIN)/pytest -q \
 	  tests/unit/test_layout.py tests/unit/test_layout_language.py tests/unit/test_planner.py tests/unit/test_explain.py \
-	  tests/unit/test_docs_layouts.py tests/unit/test_cases_state.py tests/property/test_placement.py \
+	  tests/unit/test_docs_layouts.py tests/unit/test_cases_state.py tests/unit/test_snapshots.py \
+	  tests/property/test_balance.py tests/property/test_placement.py \
 	  tests/property/test_layout.py tests/property/test_validation.py
 	$(BIN)/coverage report -m --fail-under=100
 
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy -p tenplexrun
-	cd tests && ../$(BIN)/lint-imports --no-cache ../pyproject.toml  # the checkout itself shadows the package
+	# Not here: the checkout itself would shadow the package.
+	cd tests && ../$(BIN)/mypy --config-file ../pyproject.toml -p tenplexrun
+	cd tests && ../$(BIN)/lint-imports --no-cache ../pyproject.toml
 
 setup: $(VENV)/installed
 

@@ -87,14 +87,8 @@ class Agent:
         self._signals.bind(self._on_signal, self._pass_on)
         try:
             await self._unless_ended(self._join())
-            for work in (
-                self._follow_exits(),
-                self._follow_deaths(),
-                self._write_acks(),
-                self._handle_events(),
-                self._ping(),
-            ):
-                self._spawn(work)
+            for source in (self._follow_exits, self._follow_deaths, self._write_acks, self._handle_events, self._ping):
+                self._spawn(source())
             return await self._verdict
         finally:
             await self._close()
@@ -102,7 +96,8 @@ class Agent:
     async def _unless_ended(self, work: Coroutine[Any, Any, None]) -> None:
         """Do it, but no longer than until the verdict."""
         task = asyncio.ensure_future(work)
-        await asyncio.wait({task, self._verdict}, return_when=asyncio.FIRST_COMPLETED)
+        both: set[asyncio.Future[Any]] = {task, self._verdict}
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -115,10 +110,11 @@ class Agent:
         )
         self._round_seen = None
         self.on_joined(self._lease.key)
-        events, member = self._services.events, self._member
+        launch, services, member = self._launch, self._services, self._member
+        events = services.events
         events.emit("joined", folder=self._folder, link=member.link, store=member.store, workers=member.num_workers)
-        settings, lease_s, layouts = self._launch.settings, self._launch.lease_s, self._services.store.layout
-        self._decider = Decider(self._coordination, self._folder, settings, layouts, events, lease_s)
+        arguments = (launch.settings, services.store.layout, events, launch.lease_s, services.links.linked)
+        self._decider = Decider(self._coordination, self._folder, *arguments)
         self._membership = [
             self._spawn(self._follow_round()),
             self._spawn(self._watch_lease(self._lease)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,8 @@ from tenplexrun.errors import LayoutError, UsageError
 
 OPERATIONS = ("split", "merge", "split+merge", "reallocate")
 """A fetched box is a part of the source's region (split), of the needed one (merge), of both, or is both."""
+
+MOST_RANKS = 1 << 17
 
 Nodes = tuple[tuple[str, int], ...]
 """(name, number of workers), in the order of ranks."""
@@ -237,8 +240,8 @@ def run(args: argparse.Namespace) -> int:
 
 def resize_of(args: argparse.Namespace) -> Resize:
     """The question that the options ask. Raises UsageError, LayoutError."""
-    if args.link <= 0 or args.nproc_per_node < 1:
-        raise UsageError("--link and --nproc-per-node are more than 0")
+    if not 0 < args.link < math.inf or args.nproc_per_node < 1:
+        raise UsageError("--link and --nproc-per-node are numbers of more than 0")
     layout = _layout(args.model)
     before, after = _config(args.current), _config(args.target)
     lost = frozenset(filter(None, args.lost.split(",")))
@@ -271,7 +274,7 @@ def _layout(name: str) -> Layout:
         raise UsageError(f"--model {name!r} is none of {', '.join(models.SIZES)}, nor a FILE.json")
     try:
         return Layout.from_json(json.loads(Path(name).read_bytes()))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"cannot read a layout from {name}: {error}") from None
 
 
@@ -280,26 +283,39 @@ def _config(given: str) -> ParallelConfig:
     sizes: dict[str, Any] = {}
     for item in given.split(","):
         axis, _, number = item.partition("=")
+        if axis in sizes:
+            raise UsageError(f"{axis} is given twice in {given!r}")
         if axis == "order":
             sizes[axis] = tuple(number.split("-"))
-        elif axis in (*AXES, "ep", "etp", "dp_shard") and number.isdigit():
+        elif axis in (*AXES, "ep", "etp", "dp_shard") and number.isdecimal():
             sizes[axis] = int(number)
         else:
             raise UsageError(f"{item!r} in {given!r} is no size of an axis; write pp=4,dp=2,tp=8")
     try:
-        return ParallelConfig(**sizes)
+        config = ParallelConfig(**sizes)
     except ValueError as error:
         raise UsageError(f"{given!r}: {error}") from None
+    if config.world_size > MOST_RANKS:
+        raise UsageError(f"{given!r} makes {config.world_size} ranks; {MOST_RANKS} are the most that can be planned")
+    return config
 
 
 def _nodes(given: str | None, world_size: int, per_node: int) -> Nodes:
-    if given is None or given.isdigit():
-        count = -(-world_size // per_node) if given is None else int(given)
-        return tuple((f"node{index}", per_node) for index in range(count))
+    if given is None:  # the last one may have fewer
+        return tuple(
+            (f"node{index}", min(per_node, world_size - first))
+            for index, first in enumerate(range(0, world_size, per_node))
+        )
+    if given.isdecimal():
+        if int(given) * per_node != world_size:
+            raise LayoutError(
+                f"the layout has {world_size} ranks, {given} nodes {int(given) * per_node} workers; see --nodes-from"
+            )
+        return tuple((f"node{index}", per_node) for index in range(int(given)))
     found = []
     for item in given.split(","):
         name, _, workers = item.partition(":")
-        if not name or not (workers or "1").isdigit():
+        if not name or not (workers or "1").isdecimal() or int(workers or 1) > MOST_RANKS:
             raise UsageError(f"{item!r} in {given!r} is no NODE or NODE:WORKERS")
         found.append((name, int(workers or per_node)))
     if len({name for name, _ in found}) != len(found):
@@ -313,8 +329,8 @@ def _remaining(nodes: Nodes, lost: frozenset[str], world_size: int, per_node: in
     for name, workers in nodes:
         if name not in lost and sum(size for _, size in found) < world_size:
             found.append((name, workers))
-    while sum(size for _, size in found) < world_size:
-        found.append((f"new{len(found)}", per_node))
+    while (missing := world_size - sum(size for _, size in found)) > 0:
+        found.append((f"new{len(found)}", min(per_node, missing)))
     return tuple(found)
 
 

@@ -126,6 +126,8 @@ class Node:
             rendezvous_timeout_s=times.rendezvous_s,
             gather_timeout_s=times.grace_s + 30,
             park_timeout_s=times.grace_s + 30,
+            unreachable_s=2 * times.lease_s,
+            max_churn=spec.max_churn,
             assign=least_cost,
         )
 

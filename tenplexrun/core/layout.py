@@ -204,7 +204,7 @@ class Layout:
     def from_json(cls, record: object) -> Layout:
         """Raises LayoutError for other schema versions and for anything unknown."""
         known = records.fields(record, "a layout", ("schema", "tensors"), ("buffers",))
-        if known["schema"] not in (1, SCHEMA):
+        if records.whole(known["schema"], "the schema of a layout") not in (1, SCHEMA):
             raise LayoutError(f"layout schema {known['schema']!r}, want {SCHEMA}; run one version on all nodes")
         buffers = map(Buffer.from_json, records.items(known.get("buffers", ()), "a layout's buffers"))
         specs = map(TensorSpec.from_json, records.items(known["tensors"], "a layout's tensors"))
@@ -345,6 +345,7 @@ class _Dim:
     def __init__(self, length: int, ops: tuple[Order | Pad | Shard, ...]) -> None:
         self._length, self._ops = length, ops
         self._axes = tuple(axis for op in ops if isinstance(op, Shard) for axis in op.axes)
+        self._repeats = any(isinstance(op, Shard) and op.policy == "repeat" for op in ops)
         self._known: dict[tuple[Any, ...], list[Run]] = {}
 
     def check(self, config: ParallelConfig) -> None:
@@ -353,7 +354,13 @@ class _Dim:
         held: set[tuple[Run, ...]] = set()
         for index in product(*(range(config.size(axis)) for axis in axes)):
             held.add(tuple(self.intervals(config, dict(zip(axes, index, strict=True)))))
-        if local.merge([run for runs in held for run in runs]) != ([(0, self._length)] if self._length else []):
+        reached = 0
+        for start, length in sorted(run for runs in held for run in runs):
+            overlap = reached - start
+            if overlap < 0 or (overlap and not self._repeats):  # a gap, or rows that two parts have
+                break
+            reached = max(reached, start + length)
+        if reached != self._length:
             raise LayoutError(f"the parts of a dim of {self._length} rows are not the dim: {sorted(held)}")
 
     def intervals(self, config: ParallelConfig, coord: Coord) -> list[Run]:

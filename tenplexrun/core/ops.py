@@ -17,7 +17,7 @@ from tenplexrun.core.records import Record
 from tenplexrun.errors import LayoutError
 
 PAD = -1
-POLICIES = ("ceil", "even", "front")
+POLICIES = ("ceil", "even", "front", "repeat")
 
 Run = tuple[int, int]
 Sizes = Callable[[str], int]
@@ -93,9 +93,10 @@ class Shard:
 
     `policy` says what happens to a length that the axis does not divide: `ceil` makes parts of ceil(length / parts),
     the last ones shorter or empty (torch.chunk, DTensor); `front` gives the first parts one more (numpy.array_split);
-    `even` refuses; a tuple gives the length of each part. `unit`: rows that stay together (a head, a quantised block);
-    policies then count units. `segs`: relative lengths of segments that are each split by themselves: (1, 1) for
-    fused gate and up, the rows of Q, K and V for a fused QKV in that order.
+    `even` refuses; `repeat` is `even`, but where there are fewer units than ranks each is on as many consecutive ones
+    (key and value heads, as in vLLM's QKVParallelLinear); a tuple gives the length of each part. `unit`: rows that
+    stay together (a head, a quantised block); policies then count units. `segs`: relative lengths of segments that are
+    each split by themselves: (1, 1) for fused gate and up, the rows of Q, K and V for a fused QKV in that order.
     """
 
     dim: int
@@ -146,8 +147,10 @@ class Shard:
             chunk = -(-units // parts)
             low, high = index * chunk, (index + 1) * chunk
         else:
+            if self.policy == "repeat" and units and parts % units == 0:
+                parts, index = units, index // (parts // units)
             count, rest = divmod(units, parts)
-            if self.policy == "even" and (rest or length % self.unit):
+            if self.policy != "front" and (rest or length % self.unit):
                 of = f" in units of {self.unit}" if self.unit > 1 else ""
                 raise LayoutError(
                     f"dim {self.dim} of length {length} does not divide by {_named(self.axes)}={parts}{of}"

@@ -18,9 +18,10 @@ def fields(record: object, what: str, required: Sequence[str], optional: Sequenc
     missing = [name for name in required if name not in record]
     unknown = sorted(str(name) for name in record if name not in required and name not in optional)
     if missing or unknown:
-        raise LayoutError(
-            f"{what} lacks {missing} and has unknown {unknown}; run the same version of tenplexrun on all nodes"
-        )
+        faults = [
+            f"{word} {', '.join(names)}" for word, names in (("lacks", missing), ("has unknown", unknown)) if names
+        ]
+        raise LayoutError(f"{what} {' and '.join(faults)}; run the same version of tenplexrun on all nodes")
     return record
 
 

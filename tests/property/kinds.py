@@ -45,18 +45,23 @@ def dense_ops(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Order | Pad | Sha
         return []
     ops: list[Order | Pad | Shard] = []
     dim = draw(st.integers(0, len(shape) - 1))
-    kind = draw(st.sampled_from(["plain", "order", "pad", "segs"]))
+    kind = draw(st.sampled_from(["plain", "order", "pad", "segs", "repeat"]))
     length = shape[dim]
     if kind == "order" and length and length % 4 == 0:
         ops.append(Order(dim, 2, (length // 2, length // 4 * 0 + length // 2) if length % 8 else (length // 2,) * 2))
     if kind == "pad":
         ops.append(Pad(dim, draw(st.integers(1, 4)), draw(st.sampled_from([(), ("tp",)]))))
     rest = draw(shards(len(shape), DENSE))
-    if kind == "segs" and length % 3 == 0:
+    if (kind == "segs" and length % 3 == 0) or (kind == "repeat" and length in (0, 6, 12)):
         used = {axis for shard in rest for axis in shard.axes}
         rest = [shard for shard in rest if shard.dim != dim]
+        split = Shard(dim, "cp", "front", segs=(2, 1))
+        if (
+            kind == "repeat"
+        ):  # key and value heads: four units of queries on one or two ranks, one of each of the others
+            split = Shard(dim, "cp", "repeat", segs=(4, 1, 1), unit=max(1, length // 6))
         if "cp" not in used:
-            ops.append(Shard(dim, "cp", "front", segs=(2, 1)))
+            ops.append(split)
     return [*ops, *rest]
 
 

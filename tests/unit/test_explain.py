@@ -100,14 +100,23 @@ def test_the_catalogue_has_the_published_numbers_of_parameters() -> None:
         ("--model small --from dp=0 --to dp=1", UsageError, "at least 1"),
         ("--model small --from dp=8 --to dp=8 --lost node9", UsageError, "not among the nodes now"),
         ("--model small --from dp=8 --to dp=8 --nodes-to node0 --lost node0", UsageError, "cannot be lost"),
-        ("--model small --from dp=8 --to dp=8 --nodes-from 2", LayoutError, "correct --nodes-from"),
+        ("--model small --from dp=8 --to dp=8 --nodes-from 2", LayoutError, "8 ranks, 2 nodes 16"),
+        ("--model small --from dp=8 --to dp=8 --nodes-from a:2", LayoutError, "correct --nodes-from"),
         ("--model small --from dp=8 --to dp=8 --nodes-from a:4,a:4", UsageError, "named twice"),
         ("--model small --from dp=8 --to dp=8 --nodes-from a:x", UsageError, "no NODE"),
         ("--model small --from dp=8 --to dp=8 --link 0", UsageError, "more than 0"),
+        ("--model small --from dp=8 --to dp=8 --link nan", UsageError, "more than 0"),
+        ("--model small --from dp=8,dp=4 --to dp=8", UsageError, "given twice"),
+        ("--model small --from dp=² --to dp=8", UsageError, "no size of an axis"),
+        ("--model small --from dp=99999999999 --to dp=8", UsageError, "are the most"),
+        ("--model small --from dp=8 --to dp=8 --nodes-from 9999999999", LayoutError, "has 8 ranks"),
+        ("--model deep.json --from dp=1 --to dp=1", UsageError, "cannot read a layout"),
         ("--model small --from tp=3 --to tp=4", LayoutError, "does not divide by tp=3"),
     ],
 )
 def test_what_is_asked_wrongly_is_refused(line: str, error: type[Exception], message: str, tmp_path: Path) -> None:
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    line = line.replace("deep.json", str(tmp_path / "deep.json"))
     if "tp=3" in line:
         line += " --nproc-per-node 3"
     with pytest.raises(error, match=message):
