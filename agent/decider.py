@@ -44,6 +44,7 @@ class Decider:
         self._outlook = Outlook(folder)
         self._news = asyncio.Event()
         self._reason = ""
+        self.has_round = False  # set by the agent when it has seen one: a store without it has come back empty
 
     async def run(self, node: str, link: str) -> None:
         """Until cancelled."""
@@ -106,7 +107,7 @@ class Decider:
         """Decide on what is known, and act."""
         now = time.monotonic()
         view = self._outlook.view(link, now, time.time(), self._linked())
-        decision = membership.decide(view, self._settings, now)
+        decision = self._forbearance(view, now) or membership.decide(view, self._settings, now)
         if decision.reason != self._reason:
             self._reason = decision.reason
             self._events.emit("decision", reason=decision.reason)
@@ -120,6 +121,17 @@ class Decider:
             self._events.emit("decider_trouble", message=str(error))
             return replace(decision, wake_at=now + RETRY_S)
         return decision
+
+    def _forbearance(self, view: View, now: float) -> Decision | None:
+        """After a break, keys may be gone through its fault: those of etcd's v2 run out while etcd is down, and an etcd
+        may come back empty. Nodes get one lease to write theirs again."""
+        if view.round is None:
+            return Decision("etcd came back empty: the nodes put the round back") if self.has_round else None
+        missing = {*view.round.nodes, *view.acks} - {*view.members, *view.round.evicted}
+        wait_s = self._lease_s - self._coordination.connected_s
+        if not missing or wait_s <= 0:
+            return None
+        return Decision(f"etcd is back: {', '.join(sorted(missing))} may write their keys again", wake_at=now + wait_s)
 
     async def _act(self, decision: Decision, view: View) -> None:
         if decision.round is not None:
