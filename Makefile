@@ -31,8 +31,9 @@ coverage: setup
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy -p tenplexrun
-	cd tests && ../$(BIN)/lint-imports --no-cache ../pyproject.toml  # the checkout itself shadows the package
+	# Not here: the checkout itself would shadow the package.
+	cd tests && ../$(BIN)/mypy --config-file ../pyproject.toml -p tenplexrun
+	cd tests && ../$(BIN)/lint-imports --no-cache ../pyproject.toml
 
 setup: $(VENV)/installed
 

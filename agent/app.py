@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import json
+import math
 import signal
 import time
 import uuid
@@ -16,7 +17,8 @@ from typing import Any
 from tenplexrun.agent.decider import Decider
 from tenplexrun.agent.desk import Desk
 from tenplexrun.agent.links import is_gone
-from tenplexrun.agent.rendezvous import join_run, leave_run
+from tenplexrun.agent.outage import PERSIST_S, Patience
+from tenplexrun.agent.rendezvous import join_run, leave_run, resume
 from tenplexrun.agent.session import NodeServices, Session
 from tenplexrun.agent.signals import Signals
 from tenplexrun.core import lifecycle as lc
@@ -25,10 +27,9 @@ from tenplexrun.core.lifecycle import Lifecycle
 from tenplexrun.core.membership import Settings
 from tenplexrun.core.rounds import Member, Request, Round, Verdict
 from tenplexrun.core.snapshots import Holding
-from tenplexrun.errors import CompareFailedError, CoordinationError, TenplexError
-from tenplexrun.ports import Coordination, Lease
+from tenplexrun.errors import CoordinationError, RunGoneError, TenplexError
+from tenplexrun.ports import Coordination, KeyValue, Lease
 
-PERSIST_S = 60.0
 RETRY_S = 0.3
 LEAVE_TIMEOUT_S = 40.0
 URGENT_S = 3.0
@@ -39,12 +40,14 @@ ENDING_THE_JOB = (signal.SIGINT, signal.SIGQUIT)
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What the composition root hands over. `hosts_store`: the coordination store ends with this node."""
+    """What the composition root hands over. `hosted`: a node of the job hosts the coordination store;
+    `hosts_store`: it is this one, and the store ends with it."""
 
     run_id: str
     member: Member
     settings: Settings
     lease_s: float
+    hosted: bool
     hosts_store: bool
 
 
@@ -67,6 +70,8 @@ class Agent:
         self._machine = Lifecycle(self._member.node)
         self._queue: asyncio.Queue[lc.Event] = asyncio.Queue()
         self._acks: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
+        self._last_ack: tuple[str, str] | None = None
+        self._round_seen: KeyValue | None = None
         self._session: Session | None = None
         self._folder = ""
         self._lease: Lease | None = None
@@ -82,14 +87,8 @@ class Agent:
         self._signals.bind(self._on_signal, self._pass_on)
         try:
             await self._unless_ended(self._join())
-            for work in (
-                self._follow_exits(),
-                self._follow_deaths(),
-                self._write_acks(),
-                self._handle_events(),
-                self._ping(),
-            ):
-                self._spawn(work)
+            for source in (self._follow_exits, self._follow_deaths, self._write_acks, self._handle_events, self._ping):
+                self._spawn(source())
             return await self._verdict
         finally:
             await self._close()
@@ -97,7 +96,8 @@ class Agent:
     async def _unless_ended(self, work: Coroutine[Any, Any, None]) -> None:
         """Do it, but no longer than until the verdict."""
         task = asyncio.ensure_future(work)
-        await asyncio.wait({task, self._verdict}, return_when=asyncio.FIRST_COMPLETED)
+        both: set[asyncio.Future[Any]] = {task, self._verdict}
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -106,21 +106,43 @@ class Agent:
     async def _join(self) -> None:
         """Become a member, as a new node each time."""
         self._folder, self._lease = await join_run(
-            self._coordination, self._launch.run_id, self._member, self._launch.lease_s, is_gone
+            self._coordination, self._launch.run_id, self._member, self._launch.lease_s, is_gone, self._folder
         )
+        self._round_seen = None
         self.on_joined(self._lease.key)
-        events, member = self._services.events, self._member
+        launch, services, member = self._launch, self._services, self._member
+        events = services.events
         events.emit("joined", folder=self._folder, link=member.link, store=member.store, workers=member.num_workers)
-        settings, lease_s = self._launch.settings, self._launch.lease_s
-        decider = Decider(self._coordination, self._folder, settings, self._services.store.layout, events, lease_s)
+        arguments = (launch.settings, services.store.layout, events, launch.lease_s, services.links.linked)
+        self._decider = Decider(self._coordination, self._folder, *arguments)
         self._membership = [
             self._spawn(self._follow_round()),
             self._spawn(self._watch_lease(self._lease)),
-            self._spawn(decider.run(member.node, member.link)),
+            self._spawn(self._decider.run(member.node, member.link)),
         ]
 
     async def _watch_lease(self, lease: Lease) -> None:
         await lease.lost.wait()
+        self._services.events.emit("lease_lost")
+        self._spawn(self._persistently(self._resume, math.inf))
+
+    async def _resume(self) -> None:
+        """This node's key is gone: write it again if the round is still the same, else join as a new node."""
+        if self._round_seen is None:
+            self._folder = ""  # nothing has begun
+        else:
+            launch, seen = self._launch, self._round_seen
+            found = await resume(self._coordination, launch.run_id, self._folder, self._member, seen, launch.lease_s)
+            if found == "ended":
+                return  # the watch of the round brings the verdict
+            if found != "moved":
+                self._services.events.emit("resumed")
+                self._services.events.say("this node's key in etcd was gone; it is there again, and the round goes on")
+                self._lease = found
+                self._membership.append(self._spawn(self._watch_lease(found)))
+                if self._last_ack is not None:
+                    self._acks.put_nowait(self._last_ack)  # an etcd that came back empty has lost it
+                return
         self._services.events.emit("fenced")
         self._services.events.say("this node was taken for dead: its workers stop, and it joins again as a new one")
         self._spawn(self._rejoin())
@@ -135,10 +157,7 @@ class Agent:
         self._machine = Lifecycle(self._member.node)
         await self._services.links.rename(self._member.node)
         self._services.events.node = self._member.node
-        try:
-            await self._persistently(self._join)
-        except TenplexError as error:
-            self._finish(Verdict(error.exit_code, str(error)))
+        await self._persistently(self._join)
 
     async def _close(self) -> None:
         if self._session is not None:
@@ -171,6 +190,8 @@ class Agent:
         key = f"{self._folder}/round"
         async for content in self._coordination.watch(key):
             if key in content:
+                self._round_seen = content[key]
+                self._decider.has_round = True
                 round_ = rounds.round_from_json(json.loads(content[key].value))
                 self._services.links.follow(round_.decider)
                 if round_.phase == "running" and round_.decider == self._member.link:
@@ -189,17 +210,18 @@ class Agent:
 
     async def _ping(self) -> None:
         """Without its store a job trains on, but can neither change nor end together: not for ever."""
-        answered, published = time.monotonic(), ""
-        while time.monotonic() < answered + PERSIST_S:
+        launch, published, verdict = self._launch, "", None
+        patience = Patience(time.monotonic(), launch.lease_s, launch.hosted, self._services.events.say)
+        while verdict is None:
             await asyncio.sleep(PING_S)
             try:
                 await self._coordination.get(f"{self._folder}/decider")
-                answered = time.monotonic()
+                patience.answered(time.monotonic())
                 published = await self._publish_progress(published)
             except CoordinationError as error:
-                self._services.events.emit("store_away", seconds=time.monotonic() - answered, message=str(error))
-        reason = f"the coordination store has been away for {PERSIST_S:.0f} s; was the node that hosts it lost?"
-        self._finish(Verdict(CoordinationError.exit_code, reason))
+                self._services.events.emit("store_away", message=str(error))
+                verdict = patience.away(time.monotonic(), self._machine.training)
+        self._finish(verdict)
 
     async def _publish_progress(self, published: str) -> str:
         """What only rank 0's node knows of the round, for `tenplexctl status`."""
@@ -219,11 +241,11 @@ class Agent:
     async def _on_lost(self, node: str, link: str) -> None:
         """An agent's port refuses connections: it is gone. Say so in the store, which then says so to all."""
         self._services.events.emit("agent_gone", lost=node, link=link)
-        await self._coordination.delete(f"{self._folder}/members/{node}")
         key = f"{self._folder}/decider"
-        held = await self._coordination.get(key)
-        if held is not None and json.loads(held.value)["node"] == node:
-            with contextlib.suppress(CompareFailedError):
+        with contextlib.suppress(CoordinationError):  # away: then its lease tells
+            await self._coordination.delete(f"{self._folder}/members/{node}")
+            held = await self._coordination.get(key)
+            if held is not None and json.loads(held.value)["node"] == node:
                 await self._coordination.delete(key, held.token)
 
     def _on_signal(self, signum: signal.Signals) -> None:
@@ -285,7 +307,8 @@ class Agent:
             self._finish(Verdict(143, "this node has left, the job goes on"))
         elif isinstance(action, lc.SendAck):
             key = f"{self._folder}/acks/{action.round}/{self._member.node}"
-            self._acks.put_nowait((key, json.dumps(rounds.to_json(action.ack))))
+            self._last_ack = (key, json.dumps(rounds.to_json(action.ack)))
+            self._acks.put_nowait(self._last_ack)
         elif isinstance(action, lc.AwaitParked):
             self._spawn(self._await_parked(action))
         elif isinstance(action, lc.StopWorkers):
@@ -341,16 +364,17 @@ class Agent:
 
     # --- helpers --------------------------------------------------------------------------------------------------
 
-    async def _persistently(self, work: Callable[[], Coroutine[Any, Any, Any]]) -> None:
+    async def _persistently(self, work: Callable[[], Coroutine[Any, Any, Any]], for_s: float = PERSIST_S) -> None:
         """Do it, through outages of the store of up to a minute; then this node gives up."""
-        deadline = time.monotonic() + PERSIST_S
+        deadline = time.monotonic() + for_s
         while True:
             try:
                 await work()
                 return
             except TenplexError as error:
-                if time.monotonic() > deadline:
-                    self._finish(Verdict(error.exit_code, f"gave up after {PERSIST_S:.0f} s: {error}"))
+                if isinstance(error, RunGoneError) or time.monotonic() > deadline:
+                    why = "" if isinstance(error, RunGoneError) else f"gave up after {for_s:.0f} s: "
+                    self._finish(Verdict(error.exit_code, f"{why}{error}"))
                     return
                 if not isinstance(error, CoordinationError):
                     self._services.events.say(f"trying again: {error}")

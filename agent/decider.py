@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Container, Sequence
+from dataclasses import replace
 from typing import Any
 
 from tenplexrun.agent.events import EventLog
@@ -24,7 +25,8 @@ RELEASE_S = 3.0
 
 
 class Decider:
-    """Campaigns for the lease; while it has it, decides. `link` is where this agent's link listens."""
+    """Campaigns for the lease; while it has it, decides. `link` is where this agent's link listens, `linked` who has a
+    link to it."""
 
     def __init__(
         self,
@@ -34,12 +36,15 @@ class Decider:
         fetch_layout: FetchLayout,
         events: EventLog,
         lease_s: float,
+        linked: Callable[[], Container[str]],
     ) -> None:
         self._coordination, self._folder, self._settings = coordination, folder, settings
         self._fetch_layout, self._events, self._lease_s = fetch_layout, events, lease_s
+        self._linked = linked
         self._outlook = Outlook(folder)
         self._news = asyncio.Event()
         self._reason = ""
+        self.has_round = False  # set by the agent when it has seen one: a store without it has come back empty
 
     async def run(self, node: str, link: str) -> None:
         """Until cancelled."""
@@ -47,12 +52,14 @@ class Decider:
             try:
                 lease = await self._campaign(node, link)
                 try:
-                    await self._reign(lease, link)
+                    resigned = await self._reign(lease, link)
                 finally:
                     with contextlib.suppress(
                         CoordinationError, asyncio.TimeoutError
                     ):  # a cancellation must not be lost
                         await asyncio.wait_for(lease.release(), RELEASE_S)
+                if resigned:
+                    await asyncio.sleep(2 * self._lease_s)  # the others' turn
             except CoordinationError as error:
                 self._events.emit("decider_trouble", message=str(error))
                 await asyncio.sleep(RETRY_S)
@@ -67,7 +74,8 @@ class Decider:
                 return await self._coordination.hold(key, document, self._lease_s)
         raise CoordinationError("the watch of the decider's key ended")
 
-    async def _reign(self, lease: Lease, link: str) -> None:
+    async def _reign(self, lease: Lease, link: str) -> bool:
+        """Decide until the lease is lost. Returns whether it is given up instead."""
         self._events.emit("decider", link=link)
         self._outlook = Outlook(self._folder, self._outlook.layouts)  # times of an earlier reign mean nothing now
         self._news.clear()
@@ -77,7 +85,10 @@ class Decider:
             await self._news.wait()
             while not lost.done() and not watcher.done():
                 self._news.clear()
-                wake_at = await self._decide_once(link)
+                decision = await self._decide_once(link)
+                if decision.resign:
+                    return True
+                wake_at = decision.wake_at
                 timeout = None if wake_at is None else max(0.0, wake_at - time.monotonic())
                 news = asyncio.ensure_future(self._news.wait())
                 await asyncio.wait({news, lost, watcher}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
@@ -85,17 +96,18 @@ class Decider:
         finally:
             watcher.cancel()
             lost.cancel()
+        return False
 
     async def _follow(self) -> None:
         async for content in self._coordination.watch(self._folder):
             self._outlook.observe(content)
             self._news.set()
 
-    async def _decide_once(self, link: str) -> float | None:
-        """Decide on what is known, and act. Returns when to decide again at the latest."""
+    async def _decide_once(self, link: str) -> Decision:
+        """Decide on what is known, and act."""
         now = time.monotonic()
-        view = self._outlook.view(link, now, time.time())
-        decision = membership.decide(view, self._settings, now)
+        view = self._outlook.view(link, now, time.time(), self._linked())
+        decision = self._forbearance(view, now) or membership.decide(view, self._settings, now)
         if decision.reason != self._reason:
             self._reason = decision.reason
             self._events.emit("decision", reason=decision.reason)
@@ -107,8 +119,19 @@ class Decider:
             pass  # somebody wrote meanwhile: the watch brings it
         except TenplexError as error:
             self._events.emit("decider_trouble", message=str(error))
-            return now + RETRY_S
-        return decision.wake_at
+            return replace(decision, wake_at=now + RETRY_S)
+        return decision
+
+    def _forbearance(self, view: View, now: float) -> Decision | None:
+        """After a break, keys may be gone through its fault: those of etcd's v2 run out while etcd is down, and an etcd
+        may come back empty. Nodes get one lease to write theirs again."""
+        if view.round is None:
+            return Decision("etcd came back empty: the nodes put the round back") if self.has_round else None
+        missing = {*view.round.nodes, *view.acks} - {*view.members, *view.round.evicted}
+        wait_s = self._lease_s - self._coordination.connected_s
+        if not missing or wait_s <= 0:
+            return None
+        return Decision(f"etcd is back: {', '.join(sorted(missing))} may write their keys again", wake_at=now + wait_s)
 
     async def _act(self, decision: Decision, view: View) -> None:
         if decision.round is not None:

@@ -26,6 +26,7 @@ REQUEST_TIMEOUT_S = 2.0
 GIVE_UP_S = 6.0  # several servers, or one that restarts, get that long
 WATCH_TIMEOUT_S = 5.0  # a quiet watch may hang on a server that is cut off: look again
 RETRY_PAUSE_S = 0.1
+BREAK_S = 1.0  # without an answer; less costs no lease, and a busy machine may take that long
 
 Content = Mapping[str, KeyValue]
 Deliver = Callable[[Content], bool]  # returns whether to go on
@@ -112,14 +113,16 @@ class Etcd:
 
     def __init__(self, endpoints: Sequence[str], connect: Connect) -> None:
         self._endpoints, self._connect = tuple(endpoints), connect
-        self._since: float | None = time.monotonic()
+        self._since = self._answered = time.monotonic()
+        self._failed = False  # since the last answer
         self._servers = self._to_servers(REQUEST_TIMEOUT_S)
         self._threads = ThreadPoolExecutor(4, thread_name_prefix="etcd")
         self._stop = threading.Event()  # ends the threads of watches and leases
 
     @property
     def connected_s(self) -> float:
-        return 0.0 if (since := self._since) is None else time.monotonic() - since
+        now = time.monotonic()
+        return 0.0 if self._broken(now) else now - self._since
 
     async def get(self, key: str) -> KeyValue | None:
         return await self._run(lambda server: server.get(key))
@@ -200,10 +203,16 @@ class Etcd:
 
     def _noticed(self, answered: bool) -> None:
         """Called after each request, from any thread."""
+        now = time.monotonic()
         if not answered:
-            self._since = None
-        elif self._since is None:
-            self._since = time.monotonic()
+            self._failed = True
+            return
+        if self._broken(now):
+            self._since = now
+        self._answered, self._failed = now, False
+
+    def _broken(self, now: float) -> bool:
+        return self._failed and now - self._answered > BREAK_S
 
 
 class EtcdLease:

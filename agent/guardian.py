@@ -176,7 +176,7 @@ def remove_key(removals: Sequence[Record]) -> bool:
     for removal in removals:
         try:
             connection = _connection(removal["url"], removal["tls"])
-            token = {}
+            token: dict[str, str] = {}
             for method, path, headers, body in removal["requests"]:
                 connection.request(method, path, body, {**headers, **token})
                 answer = connection.getresponse().read()

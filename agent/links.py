@@ -173,6 +173,10 @@ class Links:
         peer = self._peers.pop(link)
         self._probe(peer.node, peer.link)
 
+    def linked(self) -> set[str]:
+        """The nodes that have a link to this one."""
+        return {self.node, *(peer.node for peer in self._peers.values())}
+
     # --- both -----------------------------------------------------------------------------------------------------
 
     def _probe(self, node: str, address: str) -> None:

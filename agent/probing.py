@@ -35,9 +35,13 @@ def _ask(endpoint: str, access: Access) -> str | None:
                 raise CoordinationError(f"the etcd at {endpoint} {NO_TRUST}: {error}") from None
             if isinstance(error.args[-1], ConnectionError):
                 return None
-            version = keys = None
+            raise _no_etcd(endpoint) from None
         except urllib3.exceptions.HTTPError:  # refused, no route, no such name, no answer in time
             return None
-    if version is None or keys is None or b"etcdserver" not in version.data:
-        raise CoordinationError(f"what listens at {endpoint} is not an etcd; name another --rdzv-endpoint")
+    if b"etcdserver" not in version.data:
+        raise _no_etcd(endpoint)
     return "v2" if keys.data.startswith(b"{") else "v3"  # where it is off: "404 page not found"
+
+
+def _no_etcd(endpoint: str) -> CoordinationError:
+    return CoordinationError(f"what listens at {endpoint} is not an etcd; name another --rdzv-endpoint")

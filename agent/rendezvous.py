@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import json
@@ -10,10 +11,11 @@ import os
 import uuid
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Literal
 
-from tenplexrun.core.rounds import Member, round_from_json, to_json
-from tenplexrun.errors import CompareFailedError, UsageError
-from tenplexrun.ports import Coordination, Lease
+from tenplexrun.core.rounds import Member, Round, round_from_json, to_json
+from tenplexrun.errors import CompareFailedError, RunGoneError, UsageError
+from tenplexrun.ports import Coordination, KeyValue, Lease
 
 Gone = Callable[[str], Awaitable[bool]]
 
@@ -57,12 +59,14 @@ async def join_run(
     """Become a member of the run's open epoch, or of a new one. Returns the epoch's folder and the member's lease.
 
     `gone`: whether nobody listens at a member's link any more. A run of which that is true for all has been killed.
-    `own`: the folder of a node that was fenced out and comes back.
+    `own`: the folder of a node that was fenced out and comes back: to this epoch or, with RunGoneError, to none.
     """
     document = json.dumps(to_json(member))
     while True:
         seen = await coordination.get(current_key(run_id))
         folder = await current_epoch(coordination, run_id, own)
+        if own and folder != own:
+            raise RunGoneError(f"the run {run_id} has ended, or was started anew, while this node was away")
         if folder is not None and (folder == own or not await _is_dead(coordination, folder, gone)):
             lease = await coordination.hold(f"{folder}/members/{member.node}", document, ttl_s)
             if await current_epoch(coordination, run_id) == folder:
@@ -81,6 +85,54 @@ async def join_run(
             return folder, lease
         except CompareFailedError:
             await lease.release()
+
+
+async def resume(
+    coordination: Coordination, run_id: str, folder: str, member: Member, held: KeyValue, ttl_s: float
+) -> Lease | Literal["moved", "ended"]:
+    """The key of a living member is gone: it ran out in an outage, somebody removed it, or the store came back empty.
+
+    `held`: the round as this node has seen it last. While the run is still in it, the member is written again under the
+    same name. "moved": the others go on without this node. Raises RunGoneError.
+    """
+    known = round_from_json(json.loads(held.value))
+    if known.phase == "ended":
+        return "ended"
+    if await coordination.get(current_key(run_id)) is None:
+        await _restore(coordination, run_id, folder, held)
+    current = await coordination.get(current_key(run_id))
+    if current is None or folder != f"{run_folder(run_id)}/{json.loads(current.value)['epoch']}":
+        raise RunGoneError(
+            f"etcd came back without the run {run_id}, which was then started anew; start this node again"
+        )
+    standing = await _standing(coordination, held.key, known, member.node)
+    if standing is not None:
+        return standing
+    lease = await coordination.hold(f"{folder}/members/{member.node}", json.dumps(to_json(member)), ttl_s)
+    standing = await _standing(coordination, held.key, known, member.node)  # or they went on at that moment
+    if standing is None:
+        return lease
+    await lease.release()
+    return standing
+
+
+async def _restore(coordination: Coordination, run_id: str, folder: str, held: KeyValue) -> None:
+    """An emptied store: every node puts back what it holds, and the first one wins. The round comes first, so that an
+    epoch that is named is never without it."""
+    for key, text in ((held.key, held.value), (current_key(run_id), json.dumps({"epoch": folder.rsplit("/", 1)[1]}))):
+        with contextlib.suppress(CompareFailedError):
+            await coordination.create(key, text)
+
+
+async def _standing(coordination: Coordination, key: str, known: Round, node: str) -> Literal["moved", "ended"] | None:
+    """What has become of the round that this node knows. None: it is still that one, whoever decides now."""
+    found = await coordination.get(key)
+    if found is None:
+        raise RunGoneError("the run has ended, and its records are removed, while this node was away")
+    round_ = round_from_json(json.loads(found.value))
+    if round_.phase == "ended":
+        return "ended"
+    return "moved" if round_.number != known.number or node in round_.evicted else None
 
 
 async def _is_dead(coordination: Coordination, folder: str, gone: Gone | None) -> bool:

@@ -73,7 +73,7 @@ def _run_script(argv: list[str]) -> int:
 
 
 def _execute(source: bytes, path: str) -> None:
-    code = pkgutil.read_code(io.BytesIO(source)) or compile(source, path, "exec", dont_inherit=True)  # type: ignore[attr-defined]
+    code = pkgutil.read_code(io.BytesIO(source)) or compile(source, path, "exec", dont_inherit=True)
     main = _fresh_main()
     main["__file__"], main["__cached__"] = path, None
     main["__loader__"] = SourceFileLoader("__main__", path)
@@ -148,7 +148,7 @@ def _leave(code: int, before: Collection[str]) -> NoReturn:
         try:
             step()
         except BaseException:  # an interrupt, for example: shown, and on to the end
-            sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+            sys.excepthook(*sys.exc_info())
     flushed = _flush()
     threading.excepthook = lambda _: None  # daemon threads end in the middle of things, and do not say so
     own = {name for name in sys.modules if name not in before or name == "__main__"}

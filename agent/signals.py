@@ -17,7 +17,8 @@ class Signals:
     passed on to the workers; what else is not named keeps its default. `bind` names who is told from then on."""
 
     def __init__(self, ending: Sequence[signal.Signals], on_end: OnSignal) -> None:
-        self._on_end, self._on_pass = on_end, lambda signum: None
+        self._on_end = on_end
+        self._on_pass: Callable[[signal.Signals], None] = lambda signum: None
         self._count = 0
         loop = asyncio.get_running_loop()
         for signum in ending:

@@ -67,7 +67,7 @@ def _is_left_behind(directory: Path) -> bool:
         record = json.loads((directory / RECORD).read_bytes())
         if record["pid_namespace"] != _pid_namespace():
             return False
-        return _start_time(int(record["pid"])) != record["start"]
+        return bool(_start_time(int(record["pid"])) != record["start"])
     except (OSError, ValueError, KeyError, TypeError):  # being made just now, or killed while it was
         return directory.exists() and time.time() - directory.lstat().st_mtime > NEW_DIR_GRACE_S
 

@@ -102,7 +102,8 @@ class WarmPool:
             send_packet(self._control, record)
 
     def _obey(self, record: Record, fds: list[int]) -> Job | None:
-        op, reply = record["op"], {}
+        op = record["op"]
+        reply: Record = {}
         try:
             if op == "signal":
                 if record["pid"] in self._pidfds:  # not reaped: the number is still its own
@@ -242,7 +243,7 @@ def _num_threads(wanted: str) -> int:
 
 def host_store(record: Record, fds: Sequence[int]) -> None:
     """In a forked process: serve a round's TCPStore on the socket that listens already, until killed."""
-    from torch.distributed import TCPStore
+    from torch._C._distributed_c10d import TCPStore
 
     store = TCPStore(
         record["host"],

@@ -19,6 +19,7 @@ from typing import Any
 
 from tenplexrun.errors import ProcessError, TenplexError, WireError, from_wire, to_wire
 
+SILENCE_S = 6
 PROTOCOL = 1
 MAX_LINE_BYTES = 64 << 20
 RESTART_S = 15.0
@@ -129,6 +130,7 @@ async def connect(address: str, handler: Handler | None = None, timeout_s: float
         reader, writer = await asyncio.wait_for(opening, timeout_s)
     except (OSError, asyncio.TimeoutError) as error:
         raise WireError(f"cannot reach {address}: {error or 'timed out'}") from error
+    _notice_silence(writer)
     return Channel(reader, writer, handler)
 
 
@@ -145,6 +147,7 @@ async def serve(
     """Listen at `address` (port 0: assigned by the system). Returns the server and the real address."""
 
     def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        _notice_silence(writer)
         channel = Channel(reader, writer, handler)
         if on_open is not None:
             on_open(channel)
@@ -156,6 +159,18 @@ async def serve(
     host, port = target
     tcp = await asyncio.start_server(accept, host, port, limit=MAX_LINE_BYTES)
     return tcp, join_host_port(host, tcp.sockets[0].getsockname()[1])
+
+
+def _notice_silence(writer: asyncio.StreamWriter) -> None:
+    """End a TCP connection whose other machine is silent for SILENCE_S. The kernels ask and answer, so that a process
+    that is busy or stopped is not taken for a cut cable."""
+    sock = writer.get_extra_info("socket")
+    if sock.family != socket.AF_UNIX:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENCE_S // 3)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, SILENCE_S - SILENCE_S // 3)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE_S * 1000)  # what is sent, too
 
 
 class Caller:

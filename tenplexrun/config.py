@@ -50,6 +50,7 @@ class JobSpec:
     rack: str | None
     local_addr: str | None
     max_restarts: int
+    max_churn: int | None
     role: str
     virtual_local_rank: bool
     signals: tuple[signal.Signals, ...]
@@ -96,6 +97,7 @@ def check(args: argparse.Namespace, environ: Mapping[str, str]) -> JobSpec:
         rack=_rack(args.node_labels),
         local_addr=args.local_addr and args.local_addr.strip("[]"),
         max_restarts=args.max_restarts,
+        max_churn=args.max_churn,
         role=args.role,
         virtual_local_rank=args.virtual_local_rank,
         signals=_signals(args.signals_to_handle),
@@ -124,6 +126,8 @@ def _refuse(args: argparse.Namespace) -> None:
         )
     if args.max_restarts < 0:
         raise UsageError("--max-restarts cannot be negative")
+    if args.max_churn is not None and args.max_churn < 0:
+        raise UsageError("--max-churn cannot be negative")
     if args.snapshot_every < 1:
         raise UsageError("--snapshot-every is a whole number of steps of at least 1")
 

@@ -9,7 +9,8 @@
     │   └── WireError             68  a peer spoke nonsense, or went away in mid-stream
     ├── DataError                 69  the dataset, its order or its view
     ├── CoordinationError         70  etcd unreachable or refusing
-    │   └── CompareFailedError    70  a compare-and-swap was lost
+    │   ├── CompareFailedError    70  a compare-and-swap was lost
+    │   └── RunGoneError          70  the run has ended, or was started anew, without this node
     ├── RendezvousTimeoutError    71  too few nodes came in time
     ├── QuorumLostError           72  too few nodes are left
     └── ProcessError              73  a process of ours could not be started or has died
@@ -60,6 +61,10 @@ class CoordinationError(TenplexError):
 
 class CompareFailedError(CoordinationError):
     """The key's token was not the expected one: somebody else wrote first."""
+
+
+class RunGoneError(CoordinationError):
+    """This node's run is no longer there to come back to."""
 
 
 class RendezvousTimeoutError(TenplexError):

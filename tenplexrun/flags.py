@@ -155,6 +155,14 @@ OURS: dict[str, tuple[Flag, ...]] = {
             _text(None, "PATH"),
         ),
     ),
+    "changing nodes": (
+        Flag(
+            "--max-churn",
+            "how often nodes may come and go before the job ends; --max-restarts counts failures of workers apart "
+            "(default: no limit)",
+            _whole(),
+        ),
+    ),
     "how workers start": (
         Flag("--cold-start", "each worker is a fresh interpreter: slower to start and restart", switch=True),
         Flag(

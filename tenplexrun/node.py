@@ -94,7 +94,9 @@ class Node:
                 data=await self._data(view),
             )
             await self._warm_up()
-            launch = Launch(spec.run_id, member, self._settings(), spec.timeouts.lease_s, meeting.hosted)
+            launch = Launch(
+                spec.run_id, member, self._settings(), spec.timeouts.lease_s, spec.meeting.hosted, meeting.hosted
+            )
             agent = Agent(launch, coordination, services, desk, died, signals)
             agent.on_joined = lambda key: self.processes.set_cleanup(coordination.removals(key))
             return await agent.run()
@@ -124,6 +126,8 @@ class Node:
             rendezvous_timeout_s=times.rendezvous_s,
             gather_timeout_s=times.grace_s + 30,
             park_timeout_s=times.grace_s + 30,
+            unreachable_s=2 * times.lease_s,
+            max_churn=spec.max_churn,
             assign=least_cost,
         )
 

@@ -208,7 +208,7 @@ class Mount(pyfuse3.Operations):  # type: ignore[misc]
         return handle
 
     @_guarded
-    async def readdir(self, fh: int, start_id: int, token: object) -> None:
+    async def readdir(self, fh: int, start_id: int, token: pyfuse3.ReaddirToken) -> None:
         listing = self._open_directories[fh]
         for number, (name, inode) in enumerate(listing[start_id:], start_id + 1):
             if not pyfuse3.readdir_reply(token, os.fsencode(name), self._attributes(inode), number):

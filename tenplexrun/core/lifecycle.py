@@ -150,6 +150,11 @@ class Lifecycle:
         self._done = False
         self._gathering: int | None = None
 
+    @property
+    def training(self) -> bool:
+        """The workers run, and nobody has asked them to stop."""
+        return self.round is not None and self.round.phase == "running" and self.live == self.round.number
+
     def on(self, event: Event) -> list[Action]:
         if isinstance(event, RoundSeen):
             return self._on_round(event.round)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any, Protocol, TypeVar
 
 from tenplexrun.core import rounds
@@ -35,6 +35,7 @@ class Outlook:
         self._wrote: tuple[str | None, Written] | None = None  # token that was replaced, and what by
         self._seen: dict[str, float] = {}
         self._asked: dict[str, float] = {}
+        self._unlinked: dict[str, float] = {}
         self._since: tuple[object, float] | None = None
         self._parsed: dict[str, tuple[str, Any]] = {}  # by key, of which token: a big job has a thousand acks
         self.layouts = dict(layouts or {})
@@ -66,14 +67,16 @@ class Outlook:
         evicted = self.round.evicted if self.round else ()
         return [key for node in evicted if (key := f"{self._folder}/members/{node}") in self._content]
 
-    def view(self, decider: str, now: float, wall: float) -> View:
-        """`decider`: the address of its link. `wall`: Unix time, for the records only."""
+    def view(self, decider: str, now: float, wall: float, linked: Container[str]) -> View:
+        """`decider`: the address of its link. `wall`: Unix time, for the records only. `linked`: the nodes that have a
+        link to it."""
         round_ = self.round
         members = {member.node: member for member in self._all("members", rounds.member_from_json)}
         self._seen = {node: self._seen.get(node, now) for node in members}
         state = None if round_ is None else (round_.number, round_.phase, round_.stop)
         if self._since is None or self._since[0] != state:
             self._since = (state, now)
+        self._unlinked = {node: self._unlinked.get(node, now) for node in members if round_ and node not in linked}
         requests = tuple(self._all("requests", rounds.request_from_json))
         self._asked = {request.id: self._asked.get(request.id, now) for request in requests}
         acks = [] if round_ is None else self._all(f"acks/{round_.number}", rounds.ack_from_json)
@@ -85,6 +88,7 @@ class Outlook:
             acks={ack.node: ack for ack in acks},
             requests=requests,
             asked=self._asked,
+            unlinked=self._unlinked,
             layouts=self.layouts,
             since=self._since[1],
             wall=wall,

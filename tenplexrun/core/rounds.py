@@ -169,6 +169,7 @@ class Round:
 
     `racks`, `algorithm`, `inputs`: frozen when it was formed; see `core.inputs`.
     `evicted`: nodes that count as gone, whatever else is written of them. A node that comes back has a new name.
+    `churn`: how often nodes came or went. `departures`: by host, how often of late, and the Unix time of the last.
     """
 
     number: int
@@ -180,6 +181,8 @@ class Round:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     spares: tuple[str, ...] = ()
     evicted: tuple[str, ...] = ()
+    churn: int = 0
+    departures: Mapping[str, tuple[int, float]] = field(default_factory=dict)
     stop: Stop = Stop()
     failures: int = 0
     master: tuple[str, int] | None = None
@@ -262,6 +265,7 @@ def round_from_json(record: Record) -> Round:
     body["cause"] = Cause(**body["cause"])
     body["stop"] = Stop(**body["stop"])
     body["participants"] = tuple(Participant(**p) for p in body["participants"])
+    body["departures"] = {host: (int(one[0]), float(one[1])) for host, one in body["departures"].items()}
     body["spares"], body["evicted"] = tuple(body["spares"]), tuple(body["evicted"])
     for name in ("sizes", "parallel", "fallback"):
         body[name] = body[name] and ParallelConfig.from_json(body[name])

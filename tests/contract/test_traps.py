@@ -53,7 +53,7 @@ def test_an_outage_is_waited_out(own_etcd: EtcdServer, api: str) -> None:
         assert await anext(watch) == {}
         own_etcd.kill()
         pending = asyncio.ensure_future(client.put("w/k", "written when it is back"))
-        await asyncio.sleep(1)
+        await asyncio.sleep(1.2)
         assert client.connected_s == 0
         own_etcd.start()
         await pending
@@ -165,8 +165,8 @@ def test_a_blocked_loop_does_not_lose_a_lease(both_apis: EtcdServer, api: str) -
         watches = [client.watch(f"{key}/{n}") for n in range(8)]
         for watch in watches:
             await anext(watch)
-        lease = await client.hold(key, "me", 1)
-        time.sleep(2.5)
+        lease = await client.hold(key, "me", 2)
+        time.sleep(3)
         assert await client.get(key) is not None
         assert not lease.lost.is_set()
         await lease.release()

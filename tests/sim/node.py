@@ -273,7 +273,7 @@ class SimDecider:
         self._reign = 0
         self._outlook: Outlook | None = None
         self._acting = self._news = False
-        self._reason = ""
+        self._reason = self._token = ""
         self.reigns = False
 
     def campaign(self) -> None:
@@ -303,6 +303,7 @@ class SimDecider:
     def _begin(self, key: str, token: str) -> None:
         self._agent.tell("decides")
         self._reign += 1
+        self._token = token
         reign, self.reigns, self._acting = self._reign, True, False
         self._outlook = outlook = Outlook(RUN)
         outlook.layouts.update(self._world.layouts)
@@ -327,9 +328,12 @@ class SimDecider:
             return
         assert self._outlook is not None
         now = self._world.now + self._agent.host.skew_s
-        view = self._outlook.view(self._agent.member.link, now, now)
+        view = self._outlook.view(self._agent.member.link, now, now, self._world.linked(self._agent))
         decision = membership.decide(view, self._world.settings, now)
         self._world.check(decision, view)
+        if decision.resign:
+            self._resign()
+            return
         if decision.reason != self._reason:
             self._reason = decision.reason
             self._agent.tell(f"decides: {decision.reason}")
@@ -337,6 +341,12 @@ class SimDecider:
             reign, delay = self._reign, max(0.01, decision.wake_at - now)
             self._agent.at(delay, lambda: self._think() if self.reigns and self._reign == reign else None)
         self._act(decision)
+
+    def _resign(self) -> None:
+        self._agent.tell("resigns")
+        self.reigns = False
+        self._agent.call(lambda: self._world.store.delete(f"{RUN}/decider", self._token))
+        self._agent.at(2 * LEASE_S, self._look)
 
     def _act(self, decision: Decision) -> None:
         outlook, store = self._outlook, self._world.store

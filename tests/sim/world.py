@@ -148,6 +148,9 @@ class World:
     def request(self, request: Request) -> None:
         self.store.put(f"{RUN}/requests/{request.id}", json.dumps(rounds.to_json(request)))
 
+    def linked(self, decider: Agent) -> set[str]:
+        return {agent.name for agent in self.agents.values() if agent.host.side == decider.host.side}
+
     def group(self, round_: Round) -> list[Agent] | None:
         """The agents of a round if workers of it live on all of them, and none is apart."""
         found = [self.agents.get(node) for node in round_.nodes]

@@ -255,3 +255,48 @@ def test_records_come_back_from_json_as_they_were() -> None:
     ack = replace(gathered("a", 5, ranks=(0,)), failure=FAILURE)
     assert rounds.ack_from_json(rounds.to_json(ack)) == ack
     assert rounds.member_from_json(rounds.to_json(A)) == A
+
+
+def test_who_is_not_linked_to_the_decider_for_long_is_lost_until_it_is() -> None:
+    soon = decide(view(A, B, round_=RUNNING, unlinked={"b": 15.0}), SETTINGS, 20.0)
+    assert (soon.round, soon.wake_at) == (None, 25.0)
+    after = written(decide(view(A, B, round_=RUNNING, unlinked={"b": 15.0}), SETTINGS, 25.0))
+    assert (after.cause.kind, after.stop.mode) == ("node_lost", "now")
+    assert "b [h] cannot be reached" in after.cause.detail
+    formed = written(
+        decide(view(A, B, round_=after, acks={"a": gathered("a", ranks=(0, 1))}, unlinked={"b": 15.0}), SETTINGS, 26.0)
+    )
+    assert formed.nodes == ("a",)
+    again = written(decide(view(A, B, round_=formed), SETTINGS, 40.0))
+    assert again.cause.kind == "node_joined"
+
+
+def test_who_cannot_reach_most_of_the_others_lets_another_one_decide() -> None:
+    c = replace(A, node="c", link="c:1")
+    cut_off = view(A, B, c, round_=RUNNING, unlinked={"b": 1.0, "c": 1.0})
+    assert decide(cut_off, SETTINGS, 20.0).resign
+    assert not decide(view(A, B, round_=RUNNING, unlinked={"b": 1.0}), SETTINGS, 20.0).resign
+
+
+def test_a_host_that_comes_and_goes_waits_longer_each_time() -> None:
+    round_ = replace(RUNNING, participants=PLACES[:1], parallel=ParallelConfig(tp=2))
+    flapping = {"h": (3, 0.0)}
+    new = view(A, B, round_=replace(round_, departures=flapping), seen={"a": 0.0, "b": 10.0})
+    assert decide(new, SETTINGS, 60.0).wake_at == 70.0
+    assert written(decide(new, SETTINGS, 70.0)).cause.kind == "node_joined"
+    worse = replace(new, round=replace(round_, departures={"h": (4, 0.0)}))
+    assert decide(worse, SETTINGS, 70.0).wake_at == 130.0
+    lost = written(decide(view(A, round_=replace(RUNNING, departures=flapping), wall=59.0), SETTINGS, 20.0))
+    assert lost.departures == {"h": (4, 59.0)}
+    late = written(decide(view(A, round_=replace(RUNNING, departures=flapping), wall=61.0), SETTINGS, 20.0))
+    assert late.departures == {"h": (1, 61.0)}
+
+
+def test_failures_and_churn_have_budgets_of_their_own() -> None:
+    settings = replace(SETTINGS, max_churn=1)
+    once = written(decide(view(A, round_=RUNNING), settings, 20.0))
+    assert (once.phase, once.churn, once.failures) == ("gathering", 1, 0)
+    twice = written(decide(view(A, round_=replace(RUNNING, churn=1)), settings, 20.0))
+    assert (twice.phase, twice.verdict and twice.verdict.code) == ("ended", 72)
+    failed = {"b": Ack("b", "failed", failure=FAILURE)}
+    assert written(decide(view(A, B, round_=replace(RUNNING, churn=1), acks=failed), settings, 20.0)).churn == 1

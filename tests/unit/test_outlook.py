@@ -10,6 +10,7 @@ from tenplexrun.core.outlook import Outlook
 from tenplexrun.core.parallel import ParallelConfig
 from tenplexrun.core.rounds import Ack, Cause, Member, Round
 
+BOTH = ("a", "b")
 GATHERING = Round(2, "gathering", Cause("start", "", 0.0), "a:1", ParallelConfig())
 
 
@@ -42,17 +43,26 @@ def test_it_goes_on_from_its_own_word_while_the_watch_is_behind() -> None:
 def test_it_remembers_since_when_things_are_as_they_are() -> None:
     outlook = Outlook("e")
     outlook.observe(content())
-    assert outlook.view("a:1", 10.0, 0.0).since == 10.0
+    assert outlook.view("a:1", 10.0, 0.0, BOTH).since == 10.0
     acked = content(e__acks__2__b=entry(Ack("b", "done"), "8"), e__acks__1__b=entry(Ack("b", "holding"), "3"))
     del acked["e/members/a"]
     outlook.observe(acked)
-    view = outlook.view("a:1", 20.0, 0.0)
+    view = outlook.view("a:1", 20.0, 0.0, BOTH)
     assert (view.since, view.seen, set(view.acks), view.acks["b"].state) == (10.0, {"b": 10.0}, {"b"}, "done")
     outlook.observe({**acked, "e/round": entry(replace(GATHERING, phase="running"), "9")})
-    assert outlook.view("a:1", 30.0, 0.0).since == 30.0
+    assert outlook.view("a:1", 30.0, 0.0, BOTH).since == 30.0
 
 
 def test_keys_of_the_evicted_are_to_be_removed() -> None:
     outlook = Outlook("e")
     outlook.observe(content(e__round=entry(replace(GATHERING, evicted=("b", "c")), "8")))
     assert outlook.condemned == ["e/members/b"]
+
+
+def test_it_knows_since_when_a_member_has_no_link() -> None:
+    outlook = Outlook("e")
+    outlook.observe(content())
+    assert outlook.view("a:1", 10.0, 0.0, ["a"]).unlinked == {"b": 10.0}
+    assert outlook.view("a:1", 12.0, 0.0, ["a"]).unlinked == {"b": 10.0}
+    assert outlook.view("a:1", 13.0, 0.0, BOTH).unlinked == {}
+    assert outlook.view("a:1", 14.0, 0.0, ["a"]).unlinked == {"b": 14.0}

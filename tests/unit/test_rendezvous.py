@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tenplexrun.agent.memory import MemoryCoordination, MemoryStore
-from tenplexrun.agent.rendezvous import current_epoch, join_run, launch_token, leave_run, read_secret
+from tenplexrun.agent.memory import MemoryCoordination, MemoryLease, MemoryStore
+from tenplexrun.agent.rendezvous import current_epoch, join_run, launch_token, leave_run, read_secret, resume
 from tenplexrun.core.parallel import ParallelConfig
 from tenplexrun.core.rounds import Cause, Member, Round, to_json
-from tenplexrun.errors import UsageError
+from tenplexrun.errors import RunGoneError, UsageError
+from tenplexrun.ports import KeyValue
 
 
 def member(name: str) -> Member:
@@ -63,6 +66,103 @@ def test_the_last_to_leave_takes_the_records_along() -> None:
         assert await leave_run(coordination, folder, first)
         assert not await leave_run(coordination, folder, second)
         assert not await coordination.list(folder)
+
+    asyncio.run(run())
+
+
+HELD = Round(3, "running", Cause("start", "", 0.0), "d", ParallelConfig())
+
+
+async def run_with_a_round(store: MemoryStore, round_: Round = HELD) -> tuple[MemoryCoordination, str, KeyValue]:
+    """A run of the nodes a and b, and its round as a has seen it."""
+    coordination = MemoryCoordination(store)
+    folder, _ = await join_run(coordination, "job", member("a"), 5.0)
+    await join_run(coordination, "job", member("b"), 5.0)
+    return coordination, folder, await coordination.put(f"{folder}/round", json.dumps(to_json(round_)))
+
+
+async def take_up(coordination: MemoryCoordination, folder: str, held: KeyValue, name: str = "a") -> object:
+    return await resume(coordination, "job", folder, member(name), held, 5.0)
+
+
+def test_a_member_whose_key_ran_out_is_written_again_in_the_same_round() -> None:
+    async def run() -> None:
+        store = MemoryStore()
+        coordination, folder, held = await run_with_a_round(store)
+        store.expire(f"{folder}/members/a")
+        await coordination.put(held.key, json.dumps(to_json(replace(HELD, decider="another"))))
+        assert getattr(await take_up(coordination, folder, held), "key", None) == f"{folder}/members/a"
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("change", [{"number": 4}, {"evicted": ("a",)}])
+def test_a_member_that_the_others_went_on_without_is_told(change: dict[str, Any]) -> None:
+    async def run() -> None:
+        store = MemoryStore()
+        coordination, folder, held = await run_with_a_round(store)
+        store.expire(f"{folder}/members/a")
+        await coordination.put(held.key, json.dumps(to_json(replace(HELD, **change))))
+        assert await take_up(coordination, folder, held) == "moved"
+        assert await coordination.get(f"{folder}/members/a") is None
+
+    asyncio.run(run())
+
+
+def test_they_may_go_on_while_the_key_is_written() -> None:
+    class Late(MemoryCoordination):
+        async def hold(self, key: str, value: str, ttl_s: float) -> MemoryLease:
+            lease = await super().hold(key, value, ttl_s)
+            await self.put(held.key, json.dumps(to_json(replace(HELD, number=4))))
+            return lease
+
+    async def run() -> None:
+        nonlocal held
+        store = MemoryStore()
+        _, folder, held = await run_with_a_round(store)
+        store.expire(f"{folder}/members/a")
+        assert await take_up(Late(store), folder, held) == "moved"
+        assert store.get(f"{folder}/members/a") is None
+
+    held = KeyValue("", "", "")
+    asyncio.run(run())
+
+
+def test_an_emptied_store_gets_one_round_from_whoever_comes_first() -> None:
+    async def run() -> None:
+        _, folder, held = await run_with_a_round(MemoryStore())
+        emptied = MemoryCoordination(MemoryStore())
+        behind = replace(held, value=json.dumps(to_json(replace(HELD, number=2))))
+        both = await asyncio.gather(take_up(emptied, folder, held), take_up(emptied, folder, behind, "b"))
+        assert getattr(both[0], "key", None) == f"{folder}/members/a"
+        assert both[1] == "moved"
+        assert await current_epoch(emptied, "job") == folder
+        assert (await emptied.list(folder))[held.key].value == held.value
+
+    asyncio.run(run())
+
+
+def test_a_run_that_was_started_anew_in_an_emptied_store_is_not_joined() -> None:
+    async def run() -> None:
+        _, folder, held = await run_with_a_round(MemoryStore())
+        emptied = MemoryCoordination(MemoryStore())
+        await join_run(emptied, "job", member("new"), 5.0)
+        with pytest.raises(RunGoneError, match="started anew"):
+            await take_up(emptied, folder, held)
+        with pytest.raises(RunGoneError, match="started anew"):
+            await join_run(emptied, "job", member("a2"), 5.0, own=folder)
+
+    asyncio.run(run())
+
+
+def test_an_ended_run_is_left_to_its_verdict() -> None:
+    async def run() -> None:
+        coordination, folder, held = await run_with_a_round(MemoryStore())
+        await coordination.put(held.key, json.dumps(to_json(replace(HELD, phase="ended"))))
+        assert await take_up(coordination, folder, held) == "ended"
+        await coordination.delete_folder(folder)
+        with pytest.raises(RunGoneError, match="has ended"):
+            await take_up(coordination, folder, held)
 
     asyncio.run(run())
 
