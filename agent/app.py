@@ -32,7 +32,7 @@ from tenplexrun.ports import Coordination, KeyValue, Lease
 
 RETRY_S = 0.3
 LEAVE_TIMEOUT_S = 40.0
-URGENT_S = 3.0
+URGENT_S = 10.0
 """Who was told twice to end waits no longer for the others to hear of it."""
 PING_S = 2.0
 ENDING_THE_JOB = (signal.SIGINT, signal.SIGQUIT)
@@ -181,8 +181,10 @@ class Agent:
             others = bool(await self._coordination.list(f"{self._folder}/members"))
 
     def _finish(self, verdict: Verdict) -> None:
+        """End with this verdict, or with the one that all nodes have been told."""
+        round_ = self._machine.round
         if not self._verdict.done():
-            self._verdict.set_result(verdict)
+            self._verdict.set_result(round_.verdict if round_ is not None and round_.verdict is not None else verdict)
 
     # --- sources of events ----------------------------------------------------------------------------------------
 

@@ -2,7 +2,8 @@
 
 Libraries read some variables when they are loaded. A script that sets one of them first (`os.environ["OMP_NUM_THREADS"]
 = "4"` above `import torch`) means a fresh interpreter. It is read, not run: statements in their order, into modules of
-the user's own that it imports, up to the first import of somebody else's that is not the standard library.
+the user's own that it imports and functions of theirs that it calls by name, up to the first import of somebody else's
+that is not the standard library.
 """
 
 from __future__ import annotations
@@ -78,6 +79,7 @@ class _Reader:
     def __init__(self, folder: str, found: list[Setting]) -> None:
         self._folder, self._found = folder, found
         self._read: set[str] = set()
+        self._functions: dict[str, tuple[list[ast.stmt], str]] = {}  # not yet called; body and file by name
 
     def read(self, file: str) -> None:
         if file in self._read or len(self._read) >= MAX_FILES:
@@ -87,8 +89,19 @@ class _Reader:
             tree = ast.parse(Path(file).read_bytes())
         except (OSError, SyntaxError, ValueError, RecursionError):
             return
-        for statement in _in_order(tree.body):
+        self._functions.update(
+            (statement.name, (statement.body, file))
+            for statement in tree.body
+            if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef))
+        )
+        self._follow(tree.body, file)
+
+    def _follow(self, body: list[ast.stmt], file: str) -> None:
+        for statement in _in_order(body):
             self._take(statement, file)
+            for call in ast.walk(statement):
+                if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in self._functions:
+                    self._follow(*self._functions.pop(call.func.id))
 
     def enter(self, name: str, as_main: bool = False) -> None:
         """An import. Raises _Stop if it is a library's."""
@@ -124,7 +137,7 @@ class _Reader:
 
 
 def _in_order(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Statements that run when a module is executed, whatever the conditions; functions are not entered."""
+    """Statements that run when a module or function is executed, whatever the conditions."""
     for statement in body:
         if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             continue

@@ -100,11 +100,9 @@ class Line:
             rows = next((length for length in region.lengths if length > 1), 1)
             row = num_bytes // rows
             here = round((self.ends[index] - place) / row)
-            if rows == 1 or here >= rows or (rows - here) * row < split_bytes:
+            if index == last or rows == 1 or here >= rows or (rows - here) * row < split_bytes:
                 break
             if here == 0 or here * row < split_bytes:
-                if index == last:
-                    break
                 place = self.ends[index]
                 continue
             first, region = _halve(region, here)

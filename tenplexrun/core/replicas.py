@@ -73,20 +73,20 @@ def first_only(
     won: dict[str, dict[str, tuple[Region, ...]]] = {}
     for fqn in names:
         lowest: list[tuple[int, str, tuple[Region, ...]]] = []
-        for node, held in holders.items():
-            if fqn in held:
-                lowest += [(rank, node, layout.regions_of(config, rank).get(fqn, ())) for config, rank in ranks[node]]
+        for node in holders:
+            lowest += [(rank, node, layout.regions_of(config, rank).get(fqn, ())) for config, rank in ranks[node]]
         taken: list[Region] = []
         for _, node, regions in sorted(lowest):
-            rest = [box for region in regions if region in holders[node][fqn] for box in subtract(region, taken)]
+            held = holders[node].get(fqn, ())
+            rest = [box for region in regions if region in held for box in subtract(region, taken)]
             if rest:
                 won.setdefault(node, {}).setdefault(fqn, ())
                 won[node][fqn] += tuple(rest)
                 taken += rest
     others: dict[int, Boxes] = {}  # nodes that won nothing and were equal stay one object
     left: dict[str, Boxes] = {}
-    for node, held in holders.items():
-        shared, own = parted(held)
+    for node, boxes in holders.items():
+        shared, own = parted(boxes)
         if id(shared) not in others:
             others[id(shared)] = {fqn: regions for fqn, regions in shared.items() if fqn not in names}
         left[node] = SharedRegions({**others[id(shared)], **won[node]} if node in won else others[id(shared)], own)

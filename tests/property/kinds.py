@@ -10,6 +10,7 @@ from tenplexrun.core.ptc import PTC
 
 NODES = ("a", "b", "c", "d")
 DENSE = (("tp",), ("dp",), ("cp",), ("dp", "cp"), ("dp_shard",), ("dp_shard", "cp"), ("cp", "tp"))
+DENSE_FLAT, EXPERT_FLAT = (("dp",), ("dp", "cp")), (("edp",), ("edp", "etp"))
 EXPERT = (("ep",), ("etp",), ("edp",), ("edp", "ep"))
 
 
@@ -73,8 +74,9 @@ def layouts(draw: st.DrawFn) -> Layout:
         expert = bool(shape) and draw(st.booleans()) and draw(st.booleans())
         ops = list(draw(shards(len(shape), EXPERT))) if expert else list(draw(dense_ops(shape)))
         named = {axis for op in ops if isinstance(op, Shard) for axis in op.axes}
-        if not expert and not named & {"dp", "dp_shard"} and draw(st.booleans()):
-            ops.append(Flat("dp", draw(st.sampled_from([1, 2]))))
+        flat = [axes for axes in (EXPERT_FLAT if expert else DENSE_FLAT) if not named & {*axes, "dp_shard"}]
+        if flat and draw(st.booleans()):
+            ops.append(Flat(draw(st.sampled_from(flat)), draw(st.sampled_from([1, 2]))))
         stage = draw(st.none() | st.builds(Stage, st.integers(0, 2), st.just(3), st.integers(1, 2)))
         copies = (Stage(2, 3),) if stage is not None and draw(st.booleans()) else ()
         specs.append(TensorSpec(f"t{index}", shape, "float32", tuple(ops), stage, copies=copies))

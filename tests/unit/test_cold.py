@@ -26,6 +26,9 @@ def reason(tmp_path: Path, text: str) -> str | None:
         "import os\nos.environ.setdefault('MKL_NUM_THREADS', '1')\nfrom torch import nn",
         "import os\ntry:\n    os.environ.update({'TORCH_LOGS': 'dynamo'}, KMP_AFFINITY='none')\nfinally:\n    pass",
         "import os\nos.putenv('GOMP_SPINCOUNT', '0')",
+        "import os\ndef f():\n    os.environ['OMP_NUM_THREADS'] = '4'\nf()\nimport torch",
+        "import os, sys\ndef g():\n    import torch\ndef main():\n    os.environ['OMP_NUM_THREADS'] = '4'\n    g()\n"
+        "if __name__ == '__main__':\n    sys.exit(main())",
     ],
 )
 def test_what_is_read_at_import(tmp_path: Path, text: str) -> None:
@@ -46,6 +49,7 @@ def test_what_is_read_at_import(tmp_path: Path, text: str) -> None:
         "import os\nos.environ['CUDA_VISIBLE_DEVICES'] = os.environ['LOCAL_RANK']\nimport torch",  # read at first use
         "import os\nos.environ['TOKENIZERS_PARALLELISM'] = 'false'\nos.environ['NCCL_DEBUG'] = 'INFO'\nimport torch",
         "import os\ndef f():\n    os.environ['OMP_NUM_THREADS'] = '4'\nimport torch\nf()",
+        "import os\ndef f():\n    import torch\n    os.environ['OMP_NUM_THREADS'] = '4'\n    f()\nf()",
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch\nx = 1",
         "x = = 1",
         "",
@@ -64,6 +68,10 @@ def test_modules_of_the_user_are_followed_in_their_order(tmp_path: Path) -> None
     assert found is not None
     assert "setup_env.py, line 2" in found
     assert reason(tmp_path, "import torch\nimport package") is None
+    (tmp_path / "setup_env.py").write_text("import os\ndef threads():\n    os.environ['OMP_NUM_THREADS'] = '4'\n")
+    found = reason(tmp_path, "from setup_env import threads\nthreads()\nimport torch")
+    assert found is not None
+    assert "setup_env.py, line 3" in found
     (tmp_path / "package" / "deep.py").write_text("import numpy\nimport setup_env\n")
     assert reason(tmp_path, "import package\nimport torch") is None
 

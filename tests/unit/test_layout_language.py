@@ -127,9 +127,10 @@ def test_owners_by_expert_stage_and_coordinate() -> None:
 
 
 def test_a_fault_in_an_operation_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Shard, "part", lambda self, length, parts, index: (0, length // parts))
-    with pytest.raises(LayoutError, match="are not the dim"):
-        Layout((TensorSpec("w", (4,), "float32", (Shard(0, "tp"),)),)).check(ParallelConfig(tp=2))
+    for low, count in ((0, 2), (1, 3), (3, 1)):  # rows on no rank at the end; on both; on none in the middle
+        monkeypatch.setattr(Shard, "part", lambda self, length, parts, index, low=low, n=count: (low * index, n))
+        with pytest.raises(LayoutError, match="are not the dim"):
+            Layout((TensorSpec("w", (4,), "float32", (Shard(0, "tp"),)),)).check(ParallelConfig(tp=2))
 
 
 def test_an_element_on_no_rank_is_named() -> None:
