@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import mmap
 import os
@@ -99,7 +100,7 @@ class Session:
         except TenplexError as error:
             self._fail_here("start of the workers", error)
         except OSError as error:
-            self._fail_here("start of the workers", ProcessError(f"{error.filename or 'no file'}: {error.strerror}"))
+            self._fail_here("start of the workers", ProcessError(_reason(error)))
         finally:
             for spec in specs:
                 os.close(spec.stdout_fd)
@@ -264,6 +265,11 @@ class Session:
 
     def _coord(self, local_rank: int) -> dict[str, int]:
         return self.round.parallel.coord(self._mine.first_rank + local_rank)
+
+
+def _reason(error: OSError) -> str:
+    hint = "; raise the limit of open files (ulimit -n)" if error.errno == errno.EMFILE else ""
+    return ": ".join(filter(None, (error.filename, error.strerror))) + hint
 
 
 def _new_page(path: Path, round_number: int, num_workers: int) -> ControlPage:

@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from tenplexrun import devices, formats, rdzv
 from tenplexrun.core.forming import impossible
@@ -130,6 +131,8 @@ def _refuse(args: argparse.Namespace) -> None:
         raise UsageError("--max-churn cannot be negative")
     if args.snapshot_every < 1:
         raise UsageError("--snapshot-every is a whole number of steps of at least 1")
+    if not _has_cwd():
+        raise UsageError("the folder that this was started in is gone; cd to one that exists")
 
 
 def _command(args: argparse.Namespace, environ: Mapping[str, str]) -> tuple[tuple[str, ...], str]:
@@ -145,10 +148,20 @@ def _command(args: argparse.Namespace, environ: Mapping[str, str]) -> tuple[tupl
         return command, "exec"
     if not module and not os.path.exists(args.script):
         raise UsageError(f"there is no script {args.script!r} here; give a path, or -m for a module")
+    if not module and Path(args.script).is_fifo():
+        raise UsageError(f"the script {args.script!r} is a pipe, and every worker of every round reads it; give a file")
     python = environ.get("PYTHON_EXEC")
     if python and not args.run_path and os.path.realpath(python) != os.path.realpath(sys.executable):
         return (python, "-u", *(["-m"] if module else []), *command), "exec"  # torchrun's variable: another interpreter
     return command, "module" if module else "path"
+
+
+def _has_cwd() -> bool:
+    try:
+        os.getcwd()
+    except OSError:
+        return False
+    return True
 
 
 def _nnodes(text: str) -> tuple[int, int]:

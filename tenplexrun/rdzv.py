@@ -124,8 +124,12 @@ def run_id(text: str, meeting: Meeting) -> str:
         return str(uuid.uuid4())
     if not text or any(not (c.isalnum() or c in "-_.") for c in text):
         raise UsageError(f"--rdzv-id {text!r}: use letters, digits, '-', '_' and '.'")
+    if len(os.fsencode(text)) > MAX_RUN_ID_BYTES:
+        raise UsageError(f"--rdzv-id has {len(text)} characters; it names files and keys, so {MAX_RUN_ID_BYTES} at most")
     return text
 
+
+MAX_RUN_ID_BYTES = 128  # a part of file names (255 bytes) and of etcd's URLs
 
 # torchrun's settings of --rdzv-conf that change nothing here: no fixed waits, and no store of its own to tune.
 WITHOUT_EFFECT = ("close_timeout", "heartbeat_timeout", "read_timeout", "etcd_prefix", "rank")

@@ -214,6 +214,24 @@ def test_what_is_run(train: None) -> None:
     assert spec("--nproc-per-node=cpu").num_workers == len(os.sched_getaffinity(0))
 
 
+def test_a_script_that_cannot_be_read_again_and_a_folder_that_is_gone(train: None, tmp_path: Path) -> None:
+    os.mkfifo("pipe.py")
+    with pytest.raises(UsageError, match=r"pipe\.py' is a pipe"):
+        parse(["pipe.py"], ENV)
+    script, gone = tmp_path / "train.py", tmp_path / "gone"
+    gone.mkdir()
+    os.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(UsageError, match="folder that this was started in is gone"):
+        parse([str(script)], ENV)
+
+
+def test_a_name_of_the_run_that_no_file_or_key_can_have(train: None) -> None:
+    assert spec(f"--rdzv-id={'x' * 128}").run_id == "x" * 128
+    with pytest.raises(UsageError, match="128 at most"):
+        spec(f"--rdzv-id={'ü' * 65}")
+
+
 def test_sizes_of_the_mesh_and_the_rack(train: None) -> None:
     found = spec(
         "--nnodes=2", "--nproc-per-node=8", "--ep=8", "--etp=1", "--tp=2", "--dp-shard=2", "--mesh-order=dp-pp-cp-tp"
