@@ -125,7 +125,7 @@ def run_id(text: str, meeting: Meeting) -> str:
     if not text or any(not (c.isalnum() or c in "-_.") for c in text):
         raise UsageError(f"--rdzv-id {text!r}: use letters, digits, '-', '_' and '.'")
     if len(os.fsencode(text)) > MAX_RUN_ID_BYTES:
-        raise UsageError(f"--rdzv-id has {len(text)} characters; it names files and keys, so {MAX_RUN_ID_BYTES} at most")
+        raise UsageError(f"--rdzv-id is part of names of files and keys: {MAX_RUN_ID_BYTES} bytes at most")
     return text
 
 

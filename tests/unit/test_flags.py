@@ -228,7 +228,7 @@ def test_a_script_that_cannot_be_read_again_and_a_folder_that_is_gone(train: Non
 
 def test_a_name_of_the_run_that_no_file_or_key_can_have(train: None) -> None:
     assert spec(f"--rdzv-id={'x' * 128}").run_id == "x" * 128
-    with pytest.raises(UsageError, match="128 at most"):
+    with pytest.raises(UsageError, match="128 bytes at most"):
         spec(f"--rdzv-id={'ü' * 65}")
 
 
