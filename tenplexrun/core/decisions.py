@@ -157,3 +157,9 @@ def draining(view: View) -> set[str | None]:
 
 def nodes_text(count: int) -> str:
     return f"{count} node{'' if count == 1 else 's'}"
+
+
+def waiting_text(most_s: float, left_s: float) -> str:
+    """Changes once a minute only: each change is a line for the user."""
+    minutes = int(most_s - left_s) // 60
+    return f"waiting up to {most_s:g} s for more" + (f", {minutes} min gone" if minutes else "")

@@ -18,6 +18,7 @@ from tenplexrun.core.decisions import (
     loss,
     nodes_text,
     spent,
+    waiting_text,
 )
 from tenplexrun.core.rounds import Ack, Cause, Member, Round, Stop, Verdict
 from tenplexrun.errors import QuorumLostError
@@ -151,11 +152,11 @@ def _form(view: View, round_: Round, settings: Settings, now: float, gathered: M
 def _too_few(view: View, round_: Round, settings: Settings, now: float, members: list[Member]) -> Decision:
     deadline = view.since + settings.rendezvous_timeout_s
     workers = sum(member.num_workers for member in members)
-    here = f"{nodes_text(len(members))} with {workers} workers here"
+    few = f"{nodes_text(len(members))} with {workers} worker{'s' * (workers != 1)} here, too few for {round_.sizes} "
+    few += f"on at least {nodes_text(settings.min_nodes)}"
     if now < deadline:
-        reason = (
-            f"{here}, too few for {round_.sizes} on at least {settings.min_nodes} nodes; {deadline - now:.0f} s left"
+        return Decision(
+            f"{few}; {waiting_text(settings.rendezvous_timeout_s, deadline - now)}", wake_at=deadline, tell=True
         )
-        return Decision(reason, wake_at=deadline)
-    message = f"{here}, too few for {round_.sizes} on at least {settings.min_nodes} nodes; nobody came in time"
+    message = f"{few}; nobody came in time"
     return end(round_, Verdict(QuorumLostError.exit_code, message, round_.first_failure), view.wall)
