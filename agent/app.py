@@ -27,7 +27,7 @@ from tenplexrun.core.lifecycle import Lifecycle
 from tenplexrun.core.membership import Settings
 from tenplexrun.core.rounds import Member, Request, Round, Verdict
 from tenplexrun.core.snapshots import Holding
-from tenplexrun.errors import CoordinationError, RunGoneError, TenplexError
+from tenplexrun.errors import CoordinationError, ProcessError, RunGoneError, TenplexError
 from tenplexrun.ports import Coordination, KeyValue, Lease
 
 RETRY_S = 0.3
@@ -343,7 +343,12 @@ class Agent:
         session, began = self._session, time.time()
         assert session is not None
         started = session.hold(None)
-        await session.stop(action)
+        try:
+            await session.stop(action)
+        except ProcessError as error:  # not even SIGKILL ends them: no place for another round, and no use in waiting
+            self._session = self._desk.session = None
+            self._finish(Verdict(error.exit_code, f"this node is bad and leaves the job: {error}"))
+            return
         seconds = time.time() - began
         self._services.events.emit("stopped", round=action.round, how=action.how, seconds=seconds, started=started)
         if self._session is session:
