@@ -21,6 +21,7 @@ from tenplexrun.ports import Coordination, Lease
 
 FetchLayout = Callable[[str, Sequence[str]], Awaitable[dict[str, Any]]]
 RETRY_S = 0.5
+LOOK_S = 1.0  # links come and go without news from the store
 RELEASE_S = 3.0
 
 
@@ -91,7 +92,7 @@ class Decider:
                 if decision.resign:
                     return True
                 wake_at = decision.wake_at
-                timeout = None if wake_at is None else max(0.0, wake_at - time.monotonic())
+                timeout = LOOK_S if wake_at is None else min(LOOK_S, max(0.0, wake_at - time.monotonic()))
                 news = asyncio.ensure_future(self._news.wait())
                 await asyncio.wait({news, lost, watcher}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
                 news.cancel()
