@@ -50,12 +50,14 @@ class Cluster:
         flags: Sequence[str],
         command: Sequence[str],
         env: Mapping[str, str] | None = None,
+        within: Sequence[str] = (),
     ) -> None:
+        """`within`: words before the command, which have it run on a host of its own."""
         argv = [str(BIN / "tenplexrun"), f"--rdzv-id={self.run_id}", f"--local-addr={address}"]
         argv += [f"--events={self.out / f'events-{name}.jsonl'}", *flags]
         argv += [f"--rdzv-backend={self._backend}", f"--rdzv-endpoint={self.endpoint or join_host_port(address, 0)}"]
         with (self.out / f"{name}.log").open("ab") as log:
-            self.agents[name] = subprocess.Popen([*argv, *command], stdout=log, stderr=log, env=env)
+            self.agents[name] = subprocess.Popen([*within, *argv, *command], stdout=log, stderr=log, env=env)
         if not self.endpoint:
             self.endpoint = self.event(name, "started")["endpoint"]
 

@@ -107,7 +107,7 @@ def test_a_layout_that_cannot_be_is_refused_and_the_job_goes_on(cluster: Cluster
     assert "refused:" in answer.stderr
     assert cluster.ctl("resize", "--pp=0").returncode == 2
     cluster.progress(3)
-    words = re.compile(r"round 0 running .*\n  in step \d+; 5 restart\(s\) left\n  node .* ranks 0")
+    words = re.compile(r"round 0 running (.*\n)+  in step \d+; 5 restart\(s\) left\n(.*\n)*  node .* ranks 0")
     cluster.wait(lambda: words.search(cluster.ctl("status").stdout), "the step in the status")
     end(cluster)
 

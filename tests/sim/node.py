@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 RUN = "runs/job/1"
 LEASE_S = 5.0
 RETRY_S = 0.3
+LOOK_S = 1.0
 
 
 @dataclass(eq=False)
@@ -272,7 +273,7 @@ class SimDecider:
         self._agent, self._world = agent, agent.world
         self._reign = 0
         self._outlook: Outlook | None = None
-        self._acting = self._news = False
+        self._acting = self._news = self._resting = False
         self._reason = self._token = ""
         self.reigns = False
 
@@ -280,7 +281,7 @@ class SimDecider:
         self._world.store.watch(self._agent, f"{RUN}/decider", self._on_key)
 
     def _on_key(self, content: Mapping[str, Entry]) -> None:
-        if content or self.reigns:
+        if content or self.reigns or self._resting:
             return
         key, document = f"{RUN}/decider", json.dumps({"node": self._agent.name, "link": self._agent.member.link})
 
@@ -307,19 +308,31 @@ class SimDecider:
         reign, self.reigns, self._acting = self._reign, True, False
         self._outlook = outlook = Outlook(RUN)
         outlook.layouts.update(self._world.layouts)
-        self._agent._refresh(key, token, self._lost)
+        seen: list[bool] = []
+        self._agent._refresh(key, token, lambda: self._lost(reign))
 
         def deliver(content: Mapping[str, Entry]) -> None:
             if self._reign == reign and self.reigns:
                 outlook.observe(content)
-                self._think()
+                if not seen:
+                    seen.append(True)
+                    self._look_again(reign)
+                else:
+                    self._think()
 
         self._world.store.watch(self._agent, RUN, deliver)
 
-    def _lost(self) -> None:
-        self._agent.tell("no longer decides")
-        self.reigns = False
-        self._look()
+    def _look_again(self, reign: int) -> None:
+        """Links come and go without news from the store."""
+        if self._reign == reign and self.reigns:
+            self._think()
+            self._agent.at(LOOK_S, lambda: self._look_again(reign))
+
+    def _lost(self, reign: int) -> None:
+        if self._reign == reign and self.reigns:
+            self._agent.tell("no longer decides")
+            self.reigns = False
+            self._look()
 
     def _think(self) -> None:
         """One decision at a time; what happens meanwhile is looked at afterwards."""
@@ -346,7 +359,12 @@ class SimDecider:
         self._agent.tell("resigns")
         self.reigns = False
         self._agent.call(lambda: self._world.store.delete(f"{RUN}/decider", self._token))
-        self._agent.at(2 * LEASE_S, self._look)
+        self._resting = True
+        self._agent.at(2 * LEASE_S, self._rested)
+
+    def _rested(self) -> None:
+        self._resting = False
+        self._look()
 
     def _act(self, decision: Decision) -> None:
         outlook, store = self._outlook, self._world.store
