@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -159,7 +160,6 @@ def nodes_text(count: int) -> str:
     return f"{count} node{'' if count == 1 else 's'}"
 
 
-def waiting_text(most_s: float, left_s: float) -> str:
-    """Changes once a minute only: each change is a line for the user."""
-    minutes = int(most_s - left_s) // 60
-    return f"waiting up to {most_s:g} s for more" + (f", {minutes} min gone" if minutes else "")
+def left_text(seconds: float) -> str:
+    """Coarse, for the decider looks each second and people are told what is new."""
+    return f"at most {30 * max(1, math.ceil(seconds / 30))} s left"

@@ -15,10 +15,10 @@ from tenplexrun.core.decisions import (
     end,
     end_by_drain,
     first_failure,
+    left_text,
     loss,
     nodes_text,
     spent,
-    waiting_text,
 )
 from tenplexrun.core.rounds import Ack, Cause, Member, Round, Stop, Verdict
 from tenplexrun.errors import QuorumLostError
@@ -152,11 +152,11 @@ def _form(view: View, round_: Round, settings: Settings, now: float, gathered: M
 def _too_few(view: View, round_: Round, settings: Settings, now: float, members: list[Member]) -> Decision:
     deadline = view.since + settings.rendezvous_timeout_s
     workers = sum(member.num_workers for member in members)
-    few = f"{nodes_text(len(members))} with {workers} worker{'s' * (workers != 1)} here, too few for {round_.sizes} "
-    few += f"on at least {nodes_text(settings.min_nodes)}"
+    here = f"{nodes_text(len(members))} with {workers} workers here"
     if now < deadline:
-        return Decision(
-            f"{few}; {waiting_text(settings.rendezvous_timeout_s, deadline - now)}", wake_at=deadline, tell=True
+        reason = (
+            f"{here}, too few for {round_.sizes} on at least {settings.min_nodes} nodes; {left_text(deadline - now)}"
         )
-    message = f"{few}; nobody came in time"
+        return Decision(reason, wake_at=deadline, tell=True)
+    message = f"{here}, too few for {round_.sizes} on at least {settings.min_nodes} nodes; nobody came in time"
     return end(round_, Verdict(QuorumLostError.exit_code, message, round_.first_failure), view.wall)

@@ -50,11 +50,11 @@ def test_a_full_job_starts_at_once_and_one_with_room_waits_its_window() -> None:
 
 def test_too_few_nodes_end_the_job_when_their_time_is_over() -> None:
     strict = replace(SETTINGS, min_nodes=2)
-    waits, later = decide(view(A), strict, 50.0), decide(view(A), strict, 69.9)
+    waits, later = decide(view(A), strict, 50.0), decide(view(A), strict, 79.0)
     assert waits.wake_at == 110.0
     assert waits.tell
     assert later.reason == waits.reason  # a line each second helps nobody
-    assert decide(view(A), strict, 70.0).reason.endswith("waiting up to 100 s for more, 1 min gone")
+    assert decide(view(A), strict, 80.0).reason.endswith("at most 30 s left")
     verdict = written(decide(view(A), strict, 110.0)).verdict
     assert verdict is not None
     assert verdict.code == 71
