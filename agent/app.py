@@ -18,7 +18,7 @@ from tenplexrun.agent.decider import Decider
 from tenplexrun.agent.desk import Desk
 from tenplexrun.agent.links import is_gone
 from tenplexrun.agent.outage import PERSIST_S, Patience
-from tenplexrun.agent.rendezvous import join_run, leave_run, resume
+from tenplexrun.agent.rendezvous import bury, join_run, leave_run, resume
 from tenplexrun.agent.session import NodeServices, Session
 from tenplexrun.agent.signals import Signals
 from tenplexrun.core import lifecycle as lc
@@ -27,7 +27,7 @@ from tenplexrun.core.lifecycle import Lifecycle
 from tenplexrun.core.membership import Settings
 from tenplexrun.core.rounds import Member, Request, Round, Verdict
 from tenplexrun.core.snapshots import Holding
-from tenplexrun.errors import CoordinationError, RunGoneError, TenplexError
+from tenplexrun.errors import CoordinationError, ProcessError, RunGoneError, TenplexError
 from tenplexrun.ports import Coordination, KeyValue, Lease
 
 RETRY_S = 0.3
@@ -108,10 +108,9 @@ class Agent:
         self._folder, self._lease = await join_run(
             self._coordination, self._launch.run_id, self._member, self._launch.lease_s, is_gone, self._folder
         )
-        self._round_seen = None
         self.on_joined(self._lease.key)
         launch, services, member = self._launch, self._services, self._member
-        events = services.events
+        self._round_seen, events = None, services.events
         events.emit("joined", folder=self._folder, link=member.link, store=member.store, workers=member.num_workers)
         arguments = (launch.settings, services.store.layout, events, launch.lease_s, services.links.linked)
         self._decider = Decider(self._coordination, self._folder, *arguments)
@@ -124,6 +123,7 @@ class Agent:
     async def _watch_lease(self, lease: Lease) -> None:
         await lease.lost.wait()
         self._services.events.emit("lease_lost")
+        self._decider.doubt()
         self._spawn(self._persistently(self._resume, math.inf))
 
     async def _resume(self) -> None:
@@ -243,12 +243,7 @@ class Agent:
     async def _on_lost(self, node: str, link: str) -> None:
         """An agent's port refuses connections: it is gone. Say so in the store, which then says so to all."""
         self._services.events.emit("agent_gone", lost=node, link=link)
-        key = f"{self._folder}/decider"
-        with contextlib.suppress(CoordinationError):  # away: then its lease tells
-            await self._coordination.delete(f"{self._folder}/members/{node}")
-            held = await self._coordination.get(key)
-            if held is not None and json.loads(held.value)["node"] == node:
-                await self._coordination.delete(key, held.token)
+        await self._persistently(functools.partial(bury, self._coordination, self._folder, node), math.inf)
 
     def _on_signal(self, signum: signal.Signals) -> None:
         code, urgent, round_ = 128 + signum, self._signals.urgent, self._machine.round
@@ -343,7 +338,12 @@ class Agent:
         session, began = self._session, time.time()
         assert session is not None
         started = session.hold(None)
-        await session.stop(action)
+        try:
+            await session.stop(action)
+        except ProcessError as error:  # not even SIGKILL ends them: no place for another round, and no use in waiting
+            self._session = self._desk.session = None
+            self._finish(Verdict(error.exit_code, f"this node is bad and leaves the job: {error}"))
+            return
         seconds = time.time() - began
         self._services.events.emit("stopped", round=action.round, how=action.how, seconds=seconds, started=started)
         if self._session is session:

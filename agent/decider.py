@@ -46,9 +46,11 @@ class Decider:
         self._news = asyncio.Event()
         self._reason = ""
         self.has_round = False  # set by the agent when it has seen one: a store without it has come back empty
+        self._node, self._doubted = "", float("-inf")
 
     async def run(self, node: str, link: str) -> None:
         """Until cancelled."""
+        self._node = node
         while True:
             try:
                 lease = await self._campaign(node, link)
@@ -123,13 +125,20 @@ class Decider:
             return replace(decision, wake_at=now + RETRY_S)
         return decision
 
+    def doubt(self) -> None:
+        """etcd has just lost a key of ours, who live: what else is missing may live, too."""
+        self._doubted = time.monotonic()
+
     def _forbearance(self, view: View, now: float) -> Decision | None:
         """After a break, keys may be gone through its fault: those of etcd's v2 run out while etcd is down, and an etcd
         may come back empty. Nodes get one lease to write theirs again."""
-        if view.round is None:
-            return Decision("etcd came back empty: the nodes put the round back") if self.has_round else None
+        if view.round is None and not self.has_round:
+            return None
+        if view.round is None or self._node not in view.members:
+            self.doubt()
+            return Decision("etcd has lost this node's own records, which are written again first")
         missing = {*view.round.nodes, *view.acks} - {*view.members, *view.round.evicted}
-        wait_s = self._lease_s - self._coordination.connected_s
+        wait_s = self._lease_s - min(self._coordination.connected_s, now - self._doubted)
         if not missing or wait_s <= 0:
             return None
         return Decision(f"etcd is back: {', '.join(sorted(missing))} may write their keys again", wake_at=now + wait_s)

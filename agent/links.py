@@ -22,6 +22,7 @@ from tenplexrun.errors import TenplexError, WireError
 
 PROBE_TIMEOUT_S = 1.0
 RETRY_S = 0.2
+FIRST_PROBE_S, LAST_PROBE_S = 0.02, 1.0
 
 OnCommit = Callable[[int, int], Awaitable[None]]
 OnLost = Callable[[str, str], Awaitable[None]]
@@ -184,7 +185,12 @@ class Links:
             self._spawn(self._report_if_gone(node, address))
 
     async def _report_if_gone(self, node: str, address: str) -> None:
-        if await is_gone(address):
+        """A process that dies closes its sockets one by one: when its link has broken, its port may still answer."""
+        pause = FIRST_PROBE_S
+        while not (gone := await is_gone(address)) and pause < LAST_PROBE_S:
+            await asyncio.sleep(pause)
+            pause *= 2
+        if gone:
             await self._on_lost(node, address)
 
     def _spawn(self, work: Any) -> None:

@@ -8,6 +8,7 @@ import hashlib
 import hmac
 import json
 import os
+import time
 import uuid
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from tenplexrun.core.rounds import Member, Round, round_from_json, to_json
 from tenplexrun.errors import CompareFailedError, RunGoneError, UsageError
 from tenplexrun.ports import Coordination, KeyValue, Lease
 
+RETRY_S = 0.2
 Gone = Callable[[str], Awaitable[bool]]
 
 
@@ -61,12 +63,15 @@ async def join_run(
     `gone`: whether nobody listens at a member's link any more. A run of which that is true for all has been killed.
     `own`: the folder of a node that was fenced out and comes back: to this epoch or, with RunGoneError, to none.
     """
-    document = json.dumps(to_json(member))
+    document, patient_until = json.dumps(to_json(member)), time.monotonic() + ttl_s
     while True:
         seen = await coordination.get(current_key(run_id))
         folder = await current_epoch(coordination, run_id, own)
         if own and folder != own:
             raise RunGoneError(f"the run {run_id} has ended, or was started anew, while this node was away")
+        if folder is None and time.monotonic() < patient_until and await _lives_on(coordination, run_id, gone):
+            await asyncio.sleep(RETRY_S)
+            continue
         if folder is not None and (folder == own or not await _is_dead(coordination, folder, gone)):
             lease = await coordination.hold(f"{folder}/members/{member.node}", document, ttl_s)
             if await current_epoch(coordination, run_id) == folder:
@@ -102,9 +107,7 @@ async def resume(
         await _restore(coordination, run_id, folder, held)
     current = await coordination.get(current_key(run_id))
     if current is None or folder != f"{run_folder(run_id)}/{json.loads(current.value)['epoch']}":
-        raise RunGoneError(
-            f"etcd came back without the run {run_id}, which was then started anew; start this node again"
-        )
+        raise RunGoneError(f"the run {run_id} was started anew while etcd, or this node, was away; start it again")
     standing = await _standing(coordination, held.key, known, member.node)
     if standing is not None:
         return standing
@@ -135,10 +138,30 @@ async def _standing(coordination: Coordination, key: str, known: Round, node: st
     return "moved" if round_.number != known.number or node in round_.evicted else None
 
 
+async def _lives_on(coordination: Coordination, run_id: str, gone: Gone | None) -> bool:
+    """Whether the nodes of an epoch without members are there: their keys have run out while etcd was down."""
+    current = await coordination.get(current_key(run_id))
+    if current is None or gone is None:
+        return False
+    found = await coordination.get(f"{run_folder(run_id)}/{json.loads(current.value)['epoch']}/round")
+    if found is None or (round_ := round_from_json(json.loads(found.value))).phase == "ended":
+        return False
+    return not all(await asyncio.gather(*(gone(participant.store) for participant in round_.participants)))
+
+
 async def _is_dead(coordination: Coordination, folder: str, gone: Gone | None) -> bool:
     members = await coordination.list(f"{folder}/members")
     links = [str(json.loads(found.value)["link"]) for found in members.values()]
     return gone is not None and all(await asyncio.gather(*map(gone, links)))
+
+
+async def bury(coordination: Coordination, folder: str, node: str) -> None:
+    """Remove what a node that is proved dead holds."""
+    await coordination.delete(f"{folder}/members/{node}")
+    held = await coordination.get(f"{folder}/decider")
+    if held is not None and json.loads(held.value)["node"] == node:
+        with contextlib.suppress(CompareFailedError):
+            await coordination.delete(held.key, held.token)
 
 
 async def leave_run(coordination: Coordination, folder: str, lease: Lease) -> bool:

@@ -32,6 +32,7 @@ from tenplexrun.errors import LayoutError, ProcessError, TenplexError
 from tenplexrun.ports import StoreClient, ViewClient, WorkerExit, WorkerPool, WorkerSpec
 
 POLL_S = 0.002
+DROP_TIMEOUT_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,8 +213,8 @@ class Session:
             await asyncio.wait([self._seal])  # what was written whole must be in the inventory
         await self._services.pool.sweep()
         self._services.logs.close_round(self.round.number)
-        with contextlib.suppress(TenplexError):
-            await self._services.view.drop(self.round.number)
+        with contextlib.suppress(TenplexError, asyncio.TimeoutError):  # dead or stopped: the next round need not wait
+            await asyncio.wait_for(self._services.view.drop(self.round.number), DROP_TIMEOUT_S)
 
     def pass_on(self, signum: int) -> tuple[int, int]:
         """A signal for the script: to how many workers it went, and how many there are."""

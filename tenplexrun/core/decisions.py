@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -157,3 +158,9 @@ def draining(view: View) -> set[str | None]:
 
 def nodes_text(count: int) -> str:
     return f"{count} node{'' if count == 1 else 's'}"
+
+
+def left_text(seconds: float) -> str:
+    """Coarse, for the decider looks each second and people are told what is new."""
+    step = 30 if seconds > 60 else 10
+    return f"at most {step * max(1, math.ceil(seconds / step))} s left"

@@ -15,6 +15,7 @@ from tenplexrun.core.decisions import (
     end,
     end_by_drain,
     first_failure,
+    left_text,
     loss,
     nodes_text,
     spent,
@@ -154,8 +155,8 @@ def _too_few(view: View, round_: Round, settings: Settings, now: float, members:
     here = f"{nodes_text(len(members))} with {workers} workers here"
     if now < deadline:
         reason = (
-            f"{here}, too few for {round_.sizes} on at least {settings.min_nodes} nodes; {deadline - now:.0f} s left"
+            f"{here}, too few for {round_.sizes} on at least {settings.min_nodes} nodes; {left_text(deadline - now)}"
         )
-        return Decision(reason, wake_at=deadline)
+        return Decision(reason, wake_at=deadline, tell=True)
     message = f"{here}, too few for {round_.sizes} on at least {settings.min_nodes} nodes; nobody came in time"
     return end(round_, Verdict(QuorumLostError.exit_code, message, round_.first_failure), view.wall)

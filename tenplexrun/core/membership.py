@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tenplexrun.core.decisions import Decision, Settings, View, end, nodes_text
+from tenplexrun.core.decisions import Decision, Settings, View, end, left_text, nodes_text
 from tenplexrun.core.gathering import gather
 from tenplexrun.core.rounds import Cause, Round, Stop, Verdict
 from tenplexrun.core.running import watch
@@ -67,7 +67,7 @@ def start(view: View, settings: Settings, now: float) -> Decision:
             cause = Cause("end", verdict.message, view.wall)
             ended = Round(0, "ended", cause, view.decider, settings.sizes, verdict=verdict)
             return Decision(verdict.message, ended)
-        reason = f"{count} of at least {nodes_text(settings.min_nodes)} here, {deadline - now:.0f} s left"
+        reason = f"{count} of at least {nodes_text(settings.min_nodes)} here, {left_text(deadline - now)}"
         return Decision(reason, wake_at=deadline, tell=True)
     if count < settings.max_nodes and now < newest + settings.join_window_s:
         return Decision(

@@ -105,3 +105,23 @@ def test_without_the_jobs_token_nothing_is_heard() -> None:
         await a.links.close()
 
     asyncio.run(run())
+
+
+def test_a_port_that_still_answers_when_the_link_breaks_is_asked_again() -> None:
+    """A process that dies closes its sockets one after the other."""
+
+    async def run() -> None:
+        a = Node("a")
+        address = await a.links.start("127.0.0.1")
+        port = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
+        host = "127.0.0.1:" + str(port.sockets[0].getsockname()[1])
+        dying = await channel.connect(address)
+        await dying.request("hello", 10, token="token", node="b", link=host)
+        await dying.close()
+        await asyncio.sleep(0.05)
+        assert a.lost.empty()
+        port.close()
+        assert await asyncio.wait_for(a.lost.get(), DEADLINE_S) == "b"
+        await a.links.close()
+
+    asyncio.run(run())

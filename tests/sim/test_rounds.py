@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
 import pytest
 
 from tenplexrun.core.rounds import Request
@@ -88,12 +91,17 @@ def test_every_life_settles(block: int) -> None:
         live(seed)
 
 
+def some(block: int) -> None:
+    for seed in range(100_000 + block * 100, 100_000 + (block + 1) * 100):
+        live(seed, 50 if seed % 100 == 0 else 8)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("block", range(50))
-def test_many_lives_settle(block: int) -> None:
-    for seed in range(100_000 + block * 1000, 100_000 + (block + 1) * 1000):
-        live(seed, 50 if seed % 100 == 0 else 8)
+def test_many_lives_settle() -> None:
+    with ProcessPoolExecutor(mp_context=get_context("fork")) as pool:
+        for _ in pool.map(some, range(500)):
+            pass
 
 
 def test_the_same_seed_lives_the_same_life() -> None:

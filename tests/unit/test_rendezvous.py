@@ -14,7 +14,7 @@ import pytest
 from tenplexrun.agent.memory import MemoryCoordination, MemoryLease, MemoryStore
 from tenplexrun.agent.rendezvous import current_epoch, join_run, launch_token, leave_run, read_secret, resume
 from tenplexrun.core.parallel import ParallelConfig
-from tenplexrun.core.rounds import Cause, Member, Round, to_json
+from tenplexrun.core.rounds import Cause, Member, Participant, Round, to_json
 from tenplexrun.errors import RunGoneError, UsageError
 from tenplexrun.ports import KeyValue
 
@@ -70,6 +70,7 @@ def test_the_last_to_leave_takes_the_records_along() -> None:
     asyncio.run(run())
 
 
+PARTICIPANTS = (Participant("a", "h", 0, 1, "a:2"), Participant("b", "h", 1, 1, "b:2"))
 HELD = Round(3, "running", Cause("start", "", 0.0), "d", ParallelConfig())
 
 
@@ -152,6 +153,30 @@ def test_a_run_that_was_started_anew_in_an_emptied_store_is_not_joined() -> None
         with pytest.raises(RunGoneError, match="started anew"):
             await join_run(emptied, "job", member("a2"), 5.0, own=folder)
 
+    asyncio.run(run())
+
+
+def test_an_epoch_whose_keys_ran_out_in_an_outage_is_not_replaced_while_its_nodes_are_there() -> None:
+    async def gone(address: str) -> bool:
+        return address in dead
+
+    async def run() -> None:
+        store = MemoryStore()
+        coordination, folder, held = await run_with_a_round(store, replace(HELD, participants=PARTICIPANTS))
+        for name in "ab":
+            store.expire(f"{folder}/members/{name}")
+        joining = asyncio.ensure_future(join_run(coordination, "job", member("new"), 5.0, gone))
+        await asyncio.sleep(0.3)
+        assert not joining.done()
+        await take_up(coordination, folder, held)
+        assert (await joining)[0] == folder
+
+        for name in ("a", "new"):
+            store.expire(f"{folder}/members/{name}")
+        dead.update(("a:2", "b:2"))
+        assert (await join_run(coordination, "job", member("late"), 5.0, gone))[0] != folder
+
+    dead: set[str] = set()
     asyncio.run(run())
 
 
