@@ -41,7 +41,7 @@ ENDING_THE_JOB = (signal.SIGINT, signal.SIGQUIT)
 @dataclass(frozen=True, slots=True)
 class Launch:
     """What the composition root hands over. `hosted`: a node of the job hosts the coordination store;
-    `hosts_store`: it is this one, and the store ends with it."""
+    `hosts_store`: it is this one, and the store ends with it. `proof`: of the token."""
 
     run_id: str
     member: Member
@@ -49,6 +49,7 @@ class Launch:
     lease_s: float
     hosted: bool
     hosts_store: bool
+    proof: str
 
 
 class Agent:
@@ -105,11 +106,11 @@ class Agent:
 
     async def _join(self) -> None:
         """Become a member, as a new node each time."""
+        launch, services, member = self._launch, self._services, self._member
         self._folder, self._lease = await join_run(
-            self._coordination, self._launch.run_id, self._member, self._launch.lease_s, is_gone, self._folder
+            self._coordination, launch.run_id, member, launch.lease_s, is_gone, self._folder, launch.proof
         )
         self.on_joined(self._lease.key)
-        launch, services, member = self._launch, self._services, self._member
         self._round_seen, events = None, services.events
         events.emit("joined", folder=self._folder, link=member.link, store=member.store, workers=member.num_workers)
         arguments = (launch.settings, services.store.layout, events, launch.lease_s, services.links.linked)

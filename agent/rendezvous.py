@@ -56,12 +56,19 @@ async def current_epoch(coordination: Coordination, run_id: str, own: str = "") 
 
 
 async def join_run(
-    coordination: Coordination, run_id: str, member: Member, ttl_s: float, gone: Gone | None = None, own: str = ""
+    coordination: Coordination,
+    run_id: str,
+    member: Member,
+    ttl_s: float,
+    gone: Gone | None = None,
+    own: str = "",
+    proof: str = "",
 ) -> tuple[str, Lease]:
     """Become a member of the run's open epoch, or of a new one. Returns the epoch's folder and the member's lease.
 
     `gone`: whether nobody listens at a member's link any more. A run of which that is true for all has been killed.
     `own`: the folder of a node that was fenced out and comes back: to this epoch or, with RunGoneError, to none.
+    `proof`: see `token_proof`. Raises UsageError where the run's is another: such a node would fail every round.
     """
     document, patient_until = json.dumps(to_json(member)), time.monotonic() + ttl_s
     while True:
@@ -73,20 +80,23 @@ async def join_run(
             await asyncio.sleep(RETRY_S)
             continue
         if folder is not None and (folder == own or not await _is_dead(coordination, folder, gone)):
+            if seen is not None and json.loads(seen.value).get("proof", proof) != proof:
+                raise UsageError(f"the nodes of the run {run_id} have another secret; give all the same --secret-file")
             lease = await coordination.hold(f"{folder}/members/{member.node}", document, ttl_s)
             if await current_epoch(coordination, run_id) == folder:
                 return folder, lease
             await lease.release()
             continue
         epoch = uuid.uuid4().hex[:12]
+        current = json.dumps({"epoch": epoch, "proof": proof})
         folder = f"{run_folder(run_id)}/{epoch}"
         # The member first: an epoch without one counts as left behind, and anybody may replace it.
         lease = await coordination.hold(f"{folder}/members/{member.node}", document, ttl_s)
         try:
             if seen is None:
-                await coordination.create(current_key(run_id), json.dumps({"epoch": epoch}))
+                await coordination.create(current_key(run_id), current)
             else:
-                await coordination.swap(current_key(run_id), json.dumps({"epoch": epoch}), seen.token)
+                await coordination.swap(current_key(run_id), current, seen.token)
             return folder, lease
         except CompareFailedError:
             await lease.release()
@@ -198,3 +208,8 @@ def read_secret(path: Path) -> bytes:
 def launch_token(secret: bytes, run_id: str) -> str:
     """What every port of this run asks for: HMAC-SHA256 of the run's name under the secret, hex."""
     return hmac.new(secret, f"tenplexrun/{run_id}".encode(), hashlib.sha256).hexdigest()
+
+
+def token_proof(token: str) -> str:
+    """What the run's record tells of its token: enough to see that another node has the same, not to use it."""
+    return hmac.new(token.encode(), b"tenplexrun/proof", hashlib.sha256).hexdigest()[:16]

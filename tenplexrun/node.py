@@ -20,6 +20,7 @@ from tenplexrun.agent.logs import WorkerLogs
 from tenplexrun.agent.meeting import find_meeting, own_host
 from tenplexrun.agent.pool import Pool
 from tenplexrun.agent.processes import Processes, module_command
+from tenplexrun.agent.rendezvous import token_proof
 from tenplexrun.agent.session import NodeServices
 from tenplexrun.agent.signals import Signals
 from tenplexrun.assignment import least_cost
@@ -94,9 +95,8 @@ class Node:
                 data=await self._data(view),
             )
             await self._warm_up()
-            launch = Launch(
-                spec.run_id, member, self._settings(), spec.timeouts.lease_s, spec.meeting.hosted, meeting.hosted
-            )
+            rest = (spec.meeting.hosted, meeting.hosted, token_proof(self.token))
+            launch = Launch(spec.run_id, member, self._settings(), spec.timeouts.lease_s, *rest)
             agent = Agent(launch, coordination, services, desk, died, signals)
             agent.on_joined = lambda key: self.processes.set_cleanup(coordination.removals(key))
             return await agent.run()

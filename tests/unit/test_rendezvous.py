@@ -12,7 +12,15 @@ from typing import Any
 import pytest
 
 from tenplexrun.agent.memory import MemoryCoordination, MemoryLease, MemoryStore
-from tenplexrun.agent.rendezvous import current_epoch, join_run, launch_token, leave_run, read_secret, resume
+from tenplexrun.agent.rendezvous import (
+    current_epoch,
+    join_run,
+    launch_token,
+    leave_run,
+    read_secret,
+    resume,
+    token_proof,
+)
 from tenplexrun.core.parallel import ParallelConfig
 from tenplexrun.core.rounds import Cause, Member, Participant, Round, to_json
 from tenplexrun.errors import RunGoneError, UsageError
@@ -29,6 +37,19 @@ def test_nodes_that_come_together_meet_in_one_epoch() -> None:
         joins = [join_run(MemoryCoordination(store), "job", member(f"n{i}"), 5.0) for i in range(8)]
         folders = {folder for folder, _ in await asyncio.gather(*joins)}
         assert len(folders) == 1
+
+    asyncio.run(run())
+
+
+def test_a_node_with_another_secret_ends_before_it_is_a_member() -> None:
+    async def run() -> None:
+        coordination = MemoryCoordination(MemoryStore())
+        proofs = [token_proof(launch_token(secret * 16, "job")) for secret in (b"a", b"b")]
+        folder, lease = await join_run(coordination, "job", member("a"), 5.0, proof=proofs[0])
+        with pytest.raises(UsageError, match="--secret-file"):
+            await join_run(coordination, "job", member("b"), 5.0, proof=proofs[1])
+        assert list(await coordination.list(f"{folder}/members")) == [lease.key]
+        assert (await join_run(coordination, "job", member("c"), 5.0, proof=proofs[0]))[0] == folder
 
     asyncio.run(run())
 
