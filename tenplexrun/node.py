@@ -7,7 +7,7 @@ import json
 import os
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tenplexrun import channel
@@ -47,6 +47,7 @@ class Node:
     events: EventLog
     token: str
     output: Output
+    began: float  # when it was launched, monotonic
 
     async def run(self, signals: Signals) -> Verdict:
         spec = self.spec
@@ -94,6 +95,7 @@ class Node:
                 data=await self._data(view),
             )
             await self._warm_up()
+            member = replace(member, ready_s=round(time.monotonic() - self.began, 3))
             launch = Launch(
                 spec.run_id, member, self._settings(), spec.timeouts.lease_s, spec.meeting.hosted, meeting.hosted
             )
