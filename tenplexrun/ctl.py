@@ -190,6 +190,7 @@ def _report(args: argparse.Namespace) -> int:
 def _events(args: argparse.Namespace) -> int:
     for event in read_events(args.events):
         stamp = time.strftime("%H:%M:%S", time.localtime(event["t"])) + f".{int(event['t'] * 1000) % 1000:03d}"
-        rest = " ".join(f"{key}={value}" for key, value in event.items() if key not in ("t", "node", "event"))
+        shown = {key: f"{value:.3f}" if isinstance(value, float) else value for key, value in event.items()}
+        rest = " ".join(f"{key}={value}" for key, value in shown.items() if key not in ("t", "node", "event"))
         print(f"{stamp} {event['node']} {event['event']} {rest}")
     return 0

@@ -21,8 +21,13 @@ from tenplexrun.core.regions import Region
 from tenplexrun.core.validation import validate_part
 from tenplexrun.errors import LayoutError, UsageError
 
-OPERATIONS = ("split", "merge", "split+merge", "reallocate")
-"""A fetched box is a part of the source's region (split), of the needed one (merge), of both, or is both."""
+OPERATIONS = {
+    "split": "a part of what the sender holds",
+    "merge": "a part of what the receiver needs",
+    "split+merge": "a part of both",
+    "reallocate": "as the sender holds it",
+}
+"""What a fetched box is."""
 
 MOST_RANKS = 1 << 17
 
@@ -154,20 +159,22 @@ def text(resize: Resize, found: Explanation) -> str:
         f"state      {len(resize.layout.tensors)} tensors, {size(resize.layout.num_bytes)}",
         f"from       {resize.current.config} on {_count(resize.current.nodes)}" + _lost(resize),
         f"to         {resize.target.config} on {_count(resize.target.nodes)}",
-        f"moves      {size(plan.num_bytes)} of {size(needed)} that nodes need, in {fetches} fetches and {found.pairs} "
-        "batches, one a pair of nodes",
+        f"moves      {size(plan.num_bytes)} of {size(needed)} that nodes need, in {_plural(fetches, 'fetch', 'es')} "
+        f"between {_plural(found.pairs, 'pair')} of nodes",
         f"bound      {size(plan.lower_bound_bytes)} must cross the network at least"
         + (": met" if plan.num_bytes == plan.lower_bound_bytes else ": NOT MET"),
-        f"receiving  {_spread(found.ingress)} over {moved} of {len(plan.parts)} nodes",
-        f"sending    {_spread(found.egress)} over {len(found.egress)} nodes",
-        f"time       {found.seconds:.2f} s at {resize.link_bytes_per_s / 1e9:g} GB/s for each node, each way",
+        f"receiving  {_spread(found.ingress)} over {moved} of {_plural(len(plan.parts), 'node')}",
+        f"sending    {_spread(found.egress)} over {_plural(len(found.egress), 'node')}",
+        f"time       {_seconds(found.seconds)} at {resize.link_bytes_per_s / 1e9:g} GB/s for each node, each way",
         f"memory     {_spread(found.needed)} of state a node after it, {size(found.peak_bytes)} at most while it moves",
     ]
-    for operation in OPERATIONS:
+    for operation, meaning in OPERATIONS.items():
         count, num_bytes = found.by_operation[operation]
-        share = num_bytes / plan.num_bytes if plan.num_bytes else 0.0
-        lines.append(f"{operation:<10} {size(num_bytes)} ({share:.0%}) in {count} fetches")
-    lines += [f"from {source}  {size(found.egress[source])}" for source in _top(found.egress)]
+        if count:
+            share = f"{size(num_bytes)} ({num_bytes / plan.num_bytes:.0%})"
+            lines.append(f"{operation:<10} {share} in {_plural(count, 'fetch', 'es')}: {meaning}")
+    if busiest := _top(found.egress):
+        lines.append("busiest    " + ", ".join(f"{source} sends {size(found.egress[source])}" for source in busiest))
     return "\n".join(lines)
 
 
@@ -188,13 +195,20 @@ def _spread(by_node: Mapping[str, int]) -> str:
     return size(busy[0]) if min(busy) == max(busy) else f"{size(min(busy))} to {size(max(busy))}"
 
 
+def _seconds(seconds: float) -> str:
+    return "less than 0.01 s" if 0 < seconds < 0.01 else f"{seconds:.2f} s"
+
+
+def _plural(count: int, noun: str, ending: str = "s") -> str:
+    return f"{count} {noun}{ending * (count != 1)}"
+
+
 def _top(by_node: Mapping[str, int]) -> list[str]:
-    return sorted(by_node, key=lambda node: (-by_node[node], node))[:5]
+    return sorted(by_node, key=lambda node: (-by_node[node], node))[:4]
 
 
 def _count(nodes: Sequence[str]) -> str:
-    count = len(set(nodes))
-    return f"{count} node{'s' if count != 1 else ''}, {len(nodes)} ranks"
+    return f"{_plural(len(set(nodes)), 'node')}, {_plural(len(nodes), 'rank')}"
 
 
 def _lost(resize: Resize) -> str:
@@ -217,7 +231,9 @@ def _runs(nodes: Sequence[str]) -> list[list[Any]]:
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """The options of `tenplexctl plan`."""
     names = "|".join(models.SIZES)
-    command.add_argument("--model", required=True, metavar=f"{names}|FILE.json", help="or the JSON of a layout")
+    command.add_argument(
+        "--model", required=True, metavar=f"{names}|FILE.json", help="a model with Adam's state, or a layout's JSON"
+    )
     command.add_argument("--from", required=True, dest="current", metavar="pp=16,dp=8,tp=8", help="layout now")
     command.add_argument("--to", required=True, dest="target", metavar="pp=8,dp=12,tp=8", help="layout wanted")
     nodes = "a number, or names, each with :WORKERS where not as many as --nproc-per-node"
@@ -274,6 +290,8 @@ def _layout(name: str) -> Layout:
         raise UsageError(f"--model {name!r} is none of {', '.join(models.SIZES)}, nor a FILE.json")
     try:
         return Layout.from_json(json.loads(Path(name).read_bytes()))
+    except LayoutError as error:
+        raise LayoutError(f"{name}: {error} (docs/layouts.md shows how to write one)") from None
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"cannot read a layout from {name}: {error}") from None
 
@@ -337,5 +355,8 @@ def _remaining(nodes: Nodes, lost: frozenset[str], world_size: int, per_node: in
 def _ranks(nodes: Iterable[tuple[str, int]], world_size: int, option: str) -> tuple[str, ...]:
     ranks = tuple(name for name, workers in nodes for _ in range(workers))
     if len(ranks) != world_size:
-        raise LayoutError(f"the layout has {world_size} ranks, the nodes {len(ranks)} workers; correct {option}")
+        raise LayoutError(
+            f"the layout has {world_size} ranks, the nodes {len(ranks)} workers; correct {option}, or name "
+            f"each node's workers there, as in {option} node0:{world_size}"
+        )
     return ranks

@@ -175,4 +175,5 @@ def nodes_text(count: int) -> str:
 
 def left_text(seconds: float) -> str:
     """Coarse, for the decider looks each second and people are told what is new."""
-    return f"at most {30 * max(1, math.ceil(seconds / 30))} s left"
+    step = 30 if seconds > 60 else 10
+    return f"at most {step * max(1, math.ceil(seconds / step))} s left"

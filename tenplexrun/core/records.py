@@ -21,7 +21,7 @@ def fields(record: object, what: str, required: Sequence[str], optional: Sequenc
         faults = [
             f"{word} {', '.join(names)}" for word, names in (("lacks", missing), ("has unknown", unknown)) if names
         ]
-        raise LayoutError(f"{what} {' and '.join(faults)}; run the same version of tenplexrun on all nodes")
+        raise LayoutError(f"{what} {' and '.join(faults)}; is it of another version of tenplexrun?")
     return record
 
 

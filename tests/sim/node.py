@@ -343,7 +343,7 @@ class SimDecider:
         now = self._world.now + self._agent.host.skew_s
         view = self._outlook.view(self._agent.member.link, now, now, self._world.linked(self._agent))
         decision = membership.decide(view, self._world.settings, now)
-        self._world.check(decision, view)
+        self._world.check(decision, view, now)
         if decision.resign:
             self._resign()
             return

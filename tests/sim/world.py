@@ -222,7 +222,7 @@ class World:
 
     # --- what must always hold ------------------------------------------------------------------------------------
 
-    def check(self, decision: Decision, view: View) -> None:
+    def check(self, decision: Decision, view: View, now: float) -> None:
         """A decision, by whoever holds itself for the decider, whether or not it can be written."""
         after, before = decision.round, view.round
         if after is None:
@@ -232,7 +232,8 @@ class World:
         ranks = [rank for p in after.participants for rank in p.ranks]
         assert ranks == list(range(after.parallel.world_size)), "ranks are contiguous and unique"
         assert len(set(after.nodes)) == len(after.nodes), "a node is in a round once"
-        there = set(view.members) - set(before.evicted if before else ())
+        silent = {node for node, since in view.unlinked.items() if now >= since + self.settings.unreachable_s}
+        there = set(view.members) - silent.union(before.evicted if before else ())
         assert set(after.nodes) <= there, "a node that is not there takes no part"
         assert set(after.sources or {}) <= there, "a node believed lost is never a source"
         held = {node: ack.holdings for node, ack in view.acks.items() if node in there}

@@ -11,6 +11,7 @@ import pytest
 from numpy.lib.stride_tricks import as_strided
 from numpy.testing import assert_array_equal
 
+from tenplexrun import ctl
 from tenplexrun.core import layout as language
 from tenplexrun.core.layout import Layout
 from tenplexrun.core.parallel import ParallelConfig
@@ -50,6 +51,18 @@ def test_an_example_of_the_documentation_is_true(title: str, code: str) -> None:
         "assert_equal": assert_array_equal,
     }
     exec(compile(code, f"docs/layouts.md: {title}", "exec"), names)
+
+
+def test_the_plan_that_is_shown_is_the_one_that_is_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    [command, *shown] = re.findall(r"```\n\$ tenplexctl (.*?)```", TEXT, re.DOTALL)[0].splitlines()
+    names: dict[str, Any] = {**vars(language), "ParallelConfig": ParallelConfig}
+    exec(dict(EXAMPLES)["A file for `tenplexctl plan`"], names)
+    path = tmp_path / "model.json"
+    path.write_text(names["saved"])
+    with pytest.raises(SystemExit) as ended:
+        ctl.main(command.replace("model.json", str(path)).split())
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.splitlines() == shown
 
 
 def test_each_heading_has_its_example() -> None:

@@ -110,13 +110,16 @@ def test_the_catalogue_has_the_published_numbers_of_parameters() -> None:
         ("--model small --from dp=² --to dp=8", UsageError, "no size of an axis"),
         ("--model small --from dp=99999999999 --to dp=8", UsageError, "are the most"),
         ("--model small --from dp=8 --to dp=8 --nodes-from 9999999999", LayoutError, "has 8 ranks"),
+        ("--model empty.json --from dp=1 --to dp=1", LayoutError, "lacks schema, tensors.*docs/layouts.md"),
         ("--model deep.json --from dp=1 --to dp=1", UsageError, "cannot read a layout"),
         ("--model small --from tp=3 --to tp=4", LayoutError, "does not divide by tp=3"),
     ],
 )
 def test_what_is_asked_wrongly_is_refused(line: str, error: type[Exception], message: str, tmp_path: Path) -> None:
     (tmp_path / "deep.json").write_text("[" * 100_000)
-    line = line.replace("deep.json", str(tmp_path / "deep.json"))
+    (tmp_path / "empty.json").write_text("{}")
+    for name in ("deep.json", "empty.json"):
+        line = line.replace(name, str(tmp_path / name))
     if "tp=3" in line:
         line += " --nproc-per-node 3"
     with pytest.raises(error, match=message):

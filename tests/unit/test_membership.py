@@ -57,10 +57,22 @@ def test_some_of_the_window_is_over_when_a_node_comes_with_room_left_for_those_w
 
 def test_too_few_nodes_end_the_job_when_their_time_is_over() -> None:
     strict = replace(SETTINGS, min_nodes=2)
-    assert decide(view(A), strict, 50.0).wake_at == 110.0
+    waits, later = decide(view(A), strict, 50.0), decide(view(A), strict, 79.0)
+    assert waits.wake_at == 110.0
+    assert waits.tell
+    assert later.reason == waits.reason  # a line each second helps nobody
+    assert decide(view(A), strict, 80.0).reason.endswith("at most 30 s left")
     verdict = written(decide(view(A), strict, 110.0)).verdict
     assert verdict is not None
     assert verdict.code == 71
+
+
+def test_a_job_that_lost_a_node_says_that_it_waits_for_another() -> None:
+    strict = replace(SETTINGS, min_nodes=2)
+    lost = written(decide(view(A, round_=RUNNING), strict, 20.0))
+    waits = decide(view(A, round_=lost, acks={"a": gathered("a", ranks=(0, 1))}), strict, 20.1)
+    assert waits.tell
+    assert "1 node with 2 workers here, too few" in waits.reason
 
 
 def test_a_failure_stops_all_now_and_counts() -> None:
