@@ -154,7 +154,7 @@ class Agent:
         if self._session is not None:
             await self._session.stop(lc.StopWorkers(self._session.round.number, "kill"))
             self._session = self._desk.session = None
-        self._member = replace(self._member, node=uuid.uuid4().hex[:8])
+        self._member = replace(self._member, node=uuid.uuid4().hex[:8], ready_s=0.0)
         self._machine = Lifecycle(self._member.node)
         await self._services.links.rename(self._member.node)
         self._services.events.node = self._member.node

@@ -37,7 +37,7 @@ from cluster import descendants
 PATIENCE_S = 120.0
 SETTLE_S = 1.0
 STEPS = ("--steps=1000000", "--pause=0.01", "--stamp-every=1")
-TUNED = "keep_alive_interval=1,keep_alive_max_attempt=2,last_call_timeout=1"
+TUNED = "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=1"
 NO_SHARED_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 US = Launcher("tenplexrun", (str(BIN / "tenplexrun"),))
 TORCHRUN = Launcher("torchrun", (str(BIN / "torchrun"),), NO_SHARED_STORE)
@@ -142,20 +142,21 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="under a minute: two runs of ours, one of tuned torchrun")
     parser.add_argument("--runs", type=int, default=5)
     args = parser.parse_args()
-    tries = {US: 2, TORCHRUN_TUNED: 1} if args.quick else {US: args.runs, TORCHRUN_TUNED: args.runs, TORCHRUN: 1}
-    results: dict[str, list[dict[str, float | None]]] = {launcher.name: [] for launcher in tries}
-    for turn in range(max(tries.values())):
-        for launcher in tries:
-            if turn < tries[launcher]:
+    launchers = [(US, 2), (TORCHRUN_TUNED, 1)] if args.quick else [(US, args.runs), (TORCHRUN_TUNED, args.runs)]
+    launchers += [] if args.quick else [(TORCHRUN, 1)]
+    results: dict[str, list[dict[str, float | None]]] = {launcher.name: [] for launcher, _ in launchers}
+    for turn in range(max(runs for _, runs in launchers)):
+        for launcher, runs in launchers:
+            if turn < runs:
                 results[launcher.name].append(once(launcher))
     print(f"two nodes of one worker ({SCRIPT.relative_to(ROOT)}, gloo), seconds\n")
     print(f"{'':12} {'':18}  {'median':>8}   {'least … most'}")
     seconds: dict[str, dict[str, list[float]]] = {}
     for case in (LOST, JOINED, LONE):
-        for name, runs in results.items():
-            values = [value for run in runs if (value := run[case]) is not None]
+        for name, found in results.items():
+            values = [value for run in found if (value := run[case]) is not None]
             seconds.setdefault(case, {})[name] = values
-            print(f"{case:12} {name:18}  {cell(values, len(runs))}")
+            print(f"{case:12} {name:18}  {cell(values, len(found))}")
     ours, theirs = median(seconds[LOST][US.name]), median(seconds[LOST][TORCHRUN_TUNED.name])
     goals = [
         Goal("kill -9 of a node → first step of the survivor", ours, 2.5),

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import tempfile
+import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -39,6 +40,7 @@ def run(spec: JobSpec) -> Verdict:
 
 
 async def _run(spec: JobSpec) -> Verdict:
+    began = time.monotonic()
     secret = read_secret(Path(spec.secret_file))
     sweep()
     node = uuid.uuid4().hex[:8]
@@ -51,7 +53,7 @@ async def _run(spec: JobSpec) -> Verdict:
         await pool.start()
         from tenplexrun.node import Node  # while the pool is busy importing, too
 
-        parts = Node(spec, node, node_dir, processes, pool, events, launch_token(secret, spec.run_id), output)
+        parts = Node(spec, node, node_dir, processes, pool, events, launch_token(secret, spec.run_id), output, began)
         verdict = await _interruptible(parts)
         _tell(events, verdict)
         return verdict

@@ -7,7 +7,7 @@ import json
 import os
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tenplexrun import channel
@@ -48,6 +48,7 @@ class Node:
     events: EventLog
     token: str
     output: Output
+    began: float  # when it was launched, monotonic
 
     async def run(self, signals: Signals) -> Verdict:
         spec = self.spec
@@ -95,6 +96,7 @@ class Node:
                 data=await self._data(view),
             )
             await self._warm_up()
+            member = replace(member, ready_s=round(time.monotonic() - self.began, 3))
             rest = (spec.meeting.hosted, meeting.hosted, token_proof(self.token))
             launch = Launch(spec.run_id, member, self._settings(), spec.timeouts.lease_s, *rest)
             agent = Agent(launch, coordination, services, desk, died, signals)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from tenplexrun.core.layout import Layout
@@ -13,6 +13,8 @@ from tenplexrun.core.rounds import Ack, Cause, Failure, Member, Participant, Req
 from tenplexrun.errors import QuorumLostError
 
 CHURN = ("node_lost", "node_left", "node_joined")
+EARLY_S = 2.0
+"""As much of the window for joins may be over when a node comes."""
 FLAPS, FLAPPING_S = 3, 60.0
 """A host that has left so often, within so many seconds each time, is kept waiting as long, and longer each time."""
 
@@ -150,6 +152,17 @@ def loss(lost: list[Participant], view: View) -> Cause:
 def done(view: View, node: str) -> bool:
     ack = view.acks.get(node)
     return ack is not None and ack.state == "done"
+
+
+def more_until(view: View, nodes: Iterable[str], settings: Settings) -> float:
+    """Until when others that were launched together with `nodes` may still come. They have been getting ready as long,
+    so that some of the window is over already; who took long has siblings that take a little longer."""
+
+    def until(node: str) -> float:
+        ready_s, window_s = view.members[node].ready_s, settings.join_window_s
+        return view.seen[node] + max(window_s - min(ready_s, EARLY_S), min(window_s, ready_s / 4))
+
+    return max(map(until, nodes))
 
 
 def draining(view: View) -> set[str | None]:

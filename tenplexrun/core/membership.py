@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tenplexrun.core.decisions import Decision, Settings, View, end, left_text, nodes_text
+from tenplexrun.core.decisions import Decision, Settings, View, end, left_text, more_until, nodes_text
 from tenplexrun.core.gathering import gather
 from tenplexrun.core.rounds import Cause, Round, Stop, Verdict
 from tenplexrun.core.running import watch
@@ -55,7 +55,6 @@ def _decide(view: View, round_: Round, settings: Settings, now: float) -> Decisi
 
 def start(view: View, settings: Settings, now: float) -> Decision:
     count = len(view.members)
-    newest = max(view.seen.values(), default=now)
     if count < settings.min_nodes:
         deadline = view.since + settings.rendezvous_timeout_s
         if now >= deadline:
@@ -69,9 +68,8 @@ def start(view: View, settings: Settings, now: float) -> Decision:
             return Decision(verdict.message, ended)
         reason = f"{count} of at least {nodes_text(settings.min_nodes)} here, {left_text(deadline - now)}"
         return Decision(reason, wake_at=deadline, tell=True)
-    if count < settings.max_nodes and now < newest + settings.join_window_s:
-        return Decision(
-            f"{nodes_text(count)} here, waiting a moment for more", wake_at=newest + settings.join_window_s, tell=True
-        )
+    ready_at = more_until(view, view.members, settings)
+    if count < settings.max_nodes and now < ready_at:
+        return Decision(f"{nodes_text(count)} here, waiting a moment for more", wake_at=ready_at, tell=True)
     cause = Cause("start", f"{nodes_text(count)} here", view.wall)
     return Decision(cause.detail, Round(0, "gathering", cause, view.decider, settings.sizes))

@@ -31,7 +31,7 @@ CauseKind = Literal["start", "worker_failed", "node_lost", "node_left", "node_jo
 class Member:
     """A living agent: where its link and store listen, how many workers it runs. `node` is new at each start.
 
-    `rack`: label of those that are near one another.
+    `rack`: label of those that are near one another. `ready_s`: seconds from its launch until it could join.
     """
 
     node: str
@@ -42,6 +42,7 @@ class Member:
     node_rank: int | None = None
     role: str = "default"
     rack: str | None = None
+    ready_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

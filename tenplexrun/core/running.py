@@ -16,6 +16,7 @@ from tenplexrun.core.decisions import (
     first_failure,
     held_back,
     loss,
+    more_until,
     regather,
     spent,
 )
@@ -113,7 +114,7 @@ def _on_joiners(view: View, round_: Round, settings: Settings, now: float) -> De
     held = {node: held_back(view, node) for node in waiting}
     if all(now < held[node] for node in gained):
         return Decision("new nodes come and go: they have to wait", wake_at=min(held[node] for node in gained))
-    ready_at = max(view.seen[node] for node in waiting) + settings.join_window_s
+    ready_at = more_until(view, waiting, settings)
     if now < ready_at and len(selection.members) < settings.max_nodes:
         return Decision("new nodes are here, waiting a moment for more", wake_at=ready_at)
     cause = Cause("node_joined", f"{', '.join(gained)} joined", view.wall)

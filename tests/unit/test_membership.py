@@ -48,6 +48,13 @@ def test_a_full_job_starts_at_once_and_one_with_room_waits_its_window() -> None:
     assert written(decide(view(A), SETTINGS, 13.0)).number == 0
 
 
+def test_some_of_the_window_is_over_when_a_node_comes_with_room_left_for_those_who_get_ready_more_slowly() -> None:
+    ends = {ready_s: decide(view(replace(A, ready_s=ready_s)), SETTINGS, 10.0).wake_at for ready_s in (1, 2, 4, 60)}
+    assert ends == {1: 12.0, 2: 11.0, 4: 11.0, 60: 13.0}
+    asked_for = replace(SETTINGS, join_window_s=20.0)
+    assert decide(view(replace(A, ready_s=15.0)), asked_for, 10.0).wake_at == 28.0
+
+
 def test_too_few_nodes_end_the_job_when_their_time_is_over() -> None:
     strict = replace(SETTINGS, min_nodes=2)
     waits, later = decide(view(A), strict, 50.0), decide(view(A), strict, 79.0)
