@@ -18,6 +18,7 @@ from tenplexrun.errors import ProcessError
 from tenplexrun.ports import WorkerExit, WorkerSpec
 
 NAME = "warm pool"
+SWEEP_TIMEOUT_S = 20.0  # the pool itself gives up after 10
 # One thread while it imports, or the pool would have several and its forks none of them; workers set their own number.
 SINGLE_THREADED = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 BACKLOG = 4096
@@ -50,6 +51,7 @@ class Pool:
         self._processes, self.command = processes, command
         self._preload, self._cold, self._on_learnt = list(preload), cold, on_learnt
         self._packets: Packets | None = None
+        self._pid = 0
         self._listener: socket.socket | None = None
         self._pids: set[int] = set()  # forked and not yet reported as ended
         self._spawning = 0
@@ -63,7 +65,9 @@ class Pool:
         try:
             options = {"preload": self._preload, "cold": self._cold, "learn": self._on_learnt is not None}
             argv = module_command("tenplexrun.agent.warm", "3", json.dumps(options), unbuffered=True)
-            await self._processes.spawn(NAME, argv, {3: there.fileno()}, env=SINGLE_THREADED, cwd=self.command.cwd)
+            self._pid = await self._processes.spawn(
+                NAME, argv, {3: there.fileno()}, env=SINGLE_THREADED, cwd=self.command.cwd
+            )
         except BaseException:
             packets.close()
             raise
@@ -112,11 +116,15 @@ class Pool:
     async def sweep(self) -> None:
         """Kill and reap everything that an ended round left: workers, the TCPStore's host, orphans.
 
-        Raises ProcessError naming the pids that do not even die of SIGKILL. The socket of a `listen` for the next round
-        stays.
+        Raises ProcessError naming the pids that do not even die of SIGKILL. A pool that does not answer is killed, and
+        its workers with it; another one is started. The socket of a `listen` for the next round stays.
         """
         if self._packets is not None and not self._packets.closed:
-            await self._packets.request("sweep")
+            try:
+                limit_s = SWEEP_TIMEOUT_S if self._ready else None  # imports take what they take
+                await asyncio.wait_for(self._packets.request("sweep"), limit_s)
+            except asyncio.TimeoutError:
+                self._processes.kill(self._pid)
 
     async def close(self) -> None:
         """End the pool process and all its workers."""
@@ -124,8 +132,11 @@ class Pool:
         if self._restart is not None:
             self._restart.cancel()
         if self._packets is not None and not self._packets.closed:
-            with contextlib.suppress(ProcessError):
-                await self._packets.request("sweep")
+            if self._ready:
+                with contextlib.suppress(ProcessError):
+                    await self.sweep()
+            else:  # it has no workers yet
+                self._processes.kill(self._pid)
             self._packets.close()
 
     async def _alive(self) -> Packets:

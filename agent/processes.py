@@ -102,7 +102,7 @@ class Processes:
             name=name,
             argv=list(argv),
             env=dict(env or {}),
-            cwd=cwd or os.getcwd(),
+            cwd=cwd or _here(),
             targets=list(fds),
         )
         return int(reply["pid"])
@@ -139,3 +139,11 @@ class Processes:
         guardian.kill_children(self._spare)
         self.exits.put_nowait(ProcessExit(self._process.pid, GUARDIAN, code))
         self._ended.set()
+
+
+def _here() -> str:
+    """The directory that paths on the command line are relative to; it may have been deleted meanwhile."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return "/"

@@ -127,6 +127,8 @@ def _refuse(args: argparse.Namespace) -> None:
         )
     if args.max_restarts < 0:
         raise UsageError("--max-restarts cannot be negative")
+    if args.node_rank is not None and args.node_rank < 0:
+        raise UsageError("--node-rank cannot be negative")
     if args.max_churn is not None and args.max_churn < 0:
         raise UsageError("--max-churn cannot be negative")
     if args.snapshot_every < 1:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tenplexrun.agent import pool
 from tenplexrun.agent.script import Command
 from tenplexrun.errors import ProcessError
 from tenplexrun.ports import WorkerSpec
@@ -254,3 +255,18 @@ def test_a_working_directory_that_looks_like_ours(
     driver.do(driver.pool.listen("127.0.0.1"))
     [outcome] = driver.run(Command("script", ("plain.py",), str(tmp_path)), [dict(os.environ)], host_store=True)
     assert (outcome.code, outcome.out, outcome.err) == (0, f"{tmp_path}\n", "")
+
+
+def test_a_pool_that_does_not_answer_is_killed_and_comes_back(
+    light_driver: Any, tmp_path: Path, env: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "SWEEP_TIMEOUT_S", 0.5)
+    command = Command("program", ("sleep", "1000"), str(tmp_path))
+    light_driver.spawn(command, [env])
+    workers = light_driver.children_of_pool()
+    os.kill(light_driver.pool._pid, signal.SIGSTOP)
+    light_driver.do(light_driver.pool.sweep())
+    light_driver.until(lambda: not light_driver.living() & workers, "workers of a frozen pool are killed")
+    assert light_driver.exit().code == -signal.SIGKILL
+    [outcome] = light_driver.run(Command("program", ("echo", "again"), str(tmp_path)), [env])
+    assert outcome.out == "again\n"
