@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tenplexrun.agent.sweep import sweep
 
 DEMO = Path(__file__).resolve().parent.parent.parent / "examples" / "demo.py"
@@ -33,6 +35,7 @@ def test_the_main_job_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     assert "read the single process's samples" in done.stdout
 
 
+@pytest.mark.slow
 def test_moments_lost_at_one_change_are_found_out(tmp_path: Path) -> None:
     """The negative control: without AdamW's moments after the third change, the losses must differ."""
     done = demo(tmp_path / "out", "--drop-moments-at-round=3")
