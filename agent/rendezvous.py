@@ -145,7 +145,9 @@ async def _standing(coordination: Coordination, key: str, known: Round, node: st
     round_ = round_from_json(json.loads(found.value))
     if round_.phase == "ended":
         return "ended"
-    return "moved" if round_.number != known.number or node in round_.evicted else None
+    # The watch may have brought the round that was formed without this node before it knew that its key is gone.
+    without = round_.phase == "running" and node not in (*round_.nodes, *round_.spares)
+    return "moved" if without or round_.number != known.number or node in round_.evicted else None
 
 
 async def _lives_on(coordination: Coordination, run_id: str, gone: Gone | None) -> bool:

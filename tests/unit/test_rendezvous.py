@@ -92,7 +92,7 @@ def test_the_last_to_leave_takes_the_records_along() -> None:
 
 
 PARTICIPANTS = (Participant("a", "h", 0, 1, "a:2"), Participant("b", "h", 1, 1, "b:2"))
-HELD = Round(3, "running", Cause("start", "", 0.0), "d", ParallelConfig())
+HELD = Round(3, "running", Cause("start", "", 0.0), "d", ParallelConfig(), PARTICIPANTS)
 
 
 async def run_with_a_round(store: MemoryStore, round_: Round = HELD) -> tuple[MemoryCoordination, str, KeyValue]:
@@ -118,7 +118,7 @@ def test_a_member_whose_key_ran_out_is_written_again_in_the_same_round() -> None
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("change", [{"number": 4}, {"evicted": ("a",)}])
+@pytest.mark.parametrize("change", [{"number": 4}, {"evicted": ("a",)}, {"participants": PARTICIPANTS[1:]}])
 def test_a_member_that_the_others_went_on_without_is_told(change: dict[str, Any]) -> None:
     async def run() -> None:
         store = MemoryStore()
