@@ -57,7 +57,7 @@ def test_some_of_the_window_is_over_when_a_node_comes_with_room_left_for_those_w
 
 def test_too_few_nodes_end_the_job_when_their_time_is_over() -> None:
     strict = replace(SETTINGS, min_nodes=2)
-    waits, later = decide(view(A), strict, 50.0), decide(view(A), strict, 79.0)
+    waits, later = decide(view(A), strict, 50.0), decide(view(A), strict, 59.0)
     assert waits.wake_at == 110.0
     assert waits.tell
     assert later.reason == waits.reason  # a line each second helps nobody
