@@ -51,7 +51,8 @@ from tenplexrun.errors import CoordinationError
 T = TypeVar("T")
 
 CLONE_NEWNET = 0x40000000
-PORT, PROCESSES = 2379, 4
+PORT = 2379
+AGENTS_A_PROCESS = 50  # each has a few threads, and all of a process share its interpreter lock
 LEASE_S, STEADY_S, PATIENCE_S = 30.0, 20.0, 300.0
 APIS = {"v2": EtcdV2, "v3": EtcdV3}
 
@@ -143,7 +144,7 @@ class Crowd:
     """The agents' processes; each prints the number of a round that one of its agents starts."""
 
     def __init__(self, num_nodes: int, api: str) -> None:
-        processes = min(PROCESSES, num_nodes)
+        processes = -(-num_nodes // AGENTS_A_PROCESS)
         self.started: dict[int, int] = {}
         bounds = [num_nodes * part // processes for part in range(processes + 1)]
         self.processes = [

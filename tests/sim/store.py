@@ -7,6 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+RUN = "runs/job/1"
+LEASE_S = 5.0
+RETRY_S = 0.3
 TIMEOUT_S = 2.0
 WATCH_RETRY_S = 1.0
 

@@ -20,8 +20,8 @@ from tenplexrun.core.parallel import ParallelConfig
 from tenplexrun.core.rounds import Request, Round, Verdict
 from tenplexrun.core.snapshots import Claim, Holding, SnapshotId, choose, gaps, holders_of
 
-from .node import RUN, Agent, Host
-from .store import Entry, Store
+from .node import Agent, Host
+from .store import RUN, Entry, Store
 
 LAYOUT = Layout((TensorSpec("w", (8, 4), "float64", (Shard(0, "tp"),)),))
 SHAPES = ((ParallelConfig(tp=2), 2), (ParallelConfig(pp=2), 1), (ParallelConfig(), 1), (ParallelConfig(), 4))
