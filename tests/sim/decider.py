@@ -62,7 +62,7 @@ class SimDecider:
         self._outlook = outlook = Outlook(RUN)
         outlook.layouts.update(self._world.layouts)
         seen: list[bool] = []
-        self._agent._refresh(key, token, lambda: self._lost(reign))
+        self._agent.refresh(key, token, lambda: self._lost(reign), lambda: self._reign == reign and self.reigns)
 
         def deliver(content: Mapping[str, Entry]) -> None:
             if self._reign == reign and self.reigns:

@@ -95,18 +95,22 @@ class Agent:
                 self.join()
                 return
             self.tell("joins")
-            self._refresh(key, entry.token, self._fence)
+            self.refresh(key, entry.token, self._fence)
             self.world.store.watch(self, f"{RUN}/round", self._on_content)
             self.decider.campaign()
 
         self.call(lambda: self.world.store.create(key, document, LEASE_S), done)
 
-    def _refresh(self, key: str, token: str, lost: Callable[[], None]) -> None:
+    def refresh(
+        self, key: str, token: str, lost: Callable[[], None], wanted: Callable[[], bool] = lambda: True
+    ) -> None:
+        """Keep a lease alive for as long as it is wanted."""
+
         def done(kept: Any) -> None:
             if kept is False:
                 lost()
-            else:
-                self.at(LEASE_S / 4, lambda: self._refresh(key, token, lost))
+            elif wanted():
+                self.at(LEASE_S / 4, lambda: self.refresh(key, token, lost, wanted))
 
         self.call(lambda: self.world.store.refresh(key, token), done)
 
