@@ -95,9 +95,10 @@ class Line:
         left is passed over.
         """
         last = len(self.sources) - 1
-        while last > 0 and num_bytes >= 2 * split_bytes:
+        dim = next((dim for dim, length in enumerate(region.lengths) if length > 1), None)
+        while last > 0 and dim is not None and num_bytes >= 2 * split_bytes:
             index = min(bisect_right(self.ends, place), last)
-            rows = next((length for length in region.lengths if length > 1), 1)
+            rows = region.lengths[dim]
             row = num_bytes // rows
             here = round((self.ends[index] - place) / row)
             if index == last or rows == 1 or here >= rows or (rows - here) * row < split_bytes:
@@ -105,15 +106,14 @@ class Line:
             if here == 0 or here * row < split_bytes:
                 place = self.ends[index]
                 continue
-            first, region = _halve(region, here)
+            first, region = _halve(region, dim, here)
             yield self.sources[index], first, here * row
             place, num_bytes = self.ends[index], num_bytes - here * row
         yield self.sources[min(bisect_right(self.ends, place + num_bytes // 2), last)], region, num_bytes
 
 
-def _halve(region: Region, rows: int) -> tuple[Region, Region]:
-    """The first `rows` rows of the outermost dim that has more than one, and the others."""
-    dim = next(dim for dim, length in enumerate(region.lengths) if length > 1)
+def _halve(region: Region, dim: int, rows: int) -> tuple[Region, Region]:
+    """The first `rows` rows of a dim, and the others."""
     start, length = region.offsets[dim], region.lengths[dim]
     offsets = (*region.offsets[:dim], start + rows, *region.offsets[dim + 1 :])
     return (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
@@ -85,6 +85,7 @@ def test_the_own_rack_comes_first(resize: tuple[PTC, PTC], labels: list[str]) ->
             assert racks[fetch.source] == racks[node] or not near
 
 
+@example([1, 1, 1, 1], 2, 1)  # a row is left, and not cut in another dim
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=4), st.integers(2, 12), st.integers(1, 30))
 def test_a_line_serves_every_row_once(ends: list[int], rows: int, split: int) -> None:
     region, num_bytes = Region((0, 3, 0), (1, rows, 2)), rows * 2 * 4
