@@ -6,7 +6,6 @@ import asyncio
 import json
 import signal
 import time
-import urllib.request
 import uuid
 from collections.abc import Awaitable, Iterator
 from typing import Any
@@ -335,8 +334,8 @@ def test_keys_lie_below_one_folder(both_apis: EtcdServer) -> None:
         client, key = EtcdV2([both_apis.endpoint]), uuid.uuid4().hex
         await client.put(key, "v")
         url = f"http://{both_apis.endpoint}/v2/keys{ROOT}{key}"
-        with await asyncio.to_thread(urllib.request.urlopen, url) as answer:
-            assert json.load(answer)["node"]["value"].endswith(" v")
+        answer = await asyncio.to_thread(urllib3.request, "GET", url)
+        assert answer.json()["node"]["value"].endswith(" v")
         await client.close()
 
     run(test())
