@@ -130,6 +130,7 @@ class Node:
             park_timeout_s=times.grace_s + 30,
             unreachable_s=2 * times.lease_s,
             max_churn=spec.max_churn,
+            replicas=spec.replicas,
             assign=least_cost,
         )
 
