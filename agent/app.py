@@ -355,7 +355,7 @@ class Agent:
     def _tell_victims(self, session: Session) -> None:
         round_ = self._machine.round
         failure = None if round_ is None else round_.verdict.failure if round_.verdict else round_.first_failure
-        if failure is not None and round_ is not None and (round_.verdict or round_.cause.kind == "worker_failed"):
+        if failure is not None and round_ is not None and (round_.verdict or round_.cause.kind in rounds.FAILURES):
             found = session.victims(failure)
             if found:
                 self._services.events.say(f"rank {failure.rank} failed first; its victims here: {found}")

@@ -21,15 +21,17 @@ from typing import Any
 from tenplexrun.agent import error_file
 from tenplexrun.agent.environment import NodeFacts, worker_env
 from tenplexrun.agent.events import EventLog
+from tenplexrun.agent.hangs import HangWatcher
 from tenplexrun.agent.links import Links
 from tenplexrun.agent.logs import WorkerLogs
 from tenplexrun.agent.replication import Replication
 from tenplexrun.agent.transformer import Restored, Transformer
 from tenplexrun.agent.workers import End, Workers, victims
 from tenplexrun.core.control import NONE, ControlPage, num_bytes
+from tenplexrun.core.hang import Bounds, Hang, Watch
 from tenplexrun.core.lifecycle import Event, StopWorkers, WorkersEnded
 from tenplexrun.core.rounds import Failure, Round
-from tenplexrun.errors import LayoutError, ProcessError, TenplexError
+from tenplexrun.errors import LayoutError, ProcessError, TenplexError, WorkerHungError
 from tenplexrun.ports import StoreClient, ViewClient, WorkerExit, WorkerPool, WorkerSpec
 
 POLL_S = 0.002
@@ -50,6 +52,7 @@ class NodeServices:
     logs: WorkerLogs
     events: EventLog
     data: Mapping[str, Any] | None
+    hangs: Bounds
 
 
 class Session:
@@ -74,6 +77,7 @@ class Session:
         self._views: dict[tuple[int, str], asyncio.Future[str]] = {}
         self._restored: asyncio.Task[Restored] | None = None
         self._starting: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
 
     # --- start ----------------------------------------------------------------------------------------------------
 
@@ -99,6 +103,7 @@ class Session:
             started = time.time()
             pids = await services.pool.spawn(specs, host_store=self._mine.first_rank == 0)
             self._workers.started(pids)
+            self._watching = asyncio.ensure_future(self._watch_for_hangs())
             services.events.emit("spawned", round=number, began=started, seconds=time.time() - started, pids=pids)
         except TenplexError as error:
             self._fail_here("start of the workers", error)
@@ -213,7 +218,7 @@ class Session:
     async def stop(self, order: StopWorkers) -> None:
         """End all workers. Returns when none lives."""
         self._stopping = True
-        for task in filter(None, [self._starting, self._restored]):
+        for task in filter(None, [self._starting, self._restored, self._watching]):
             task.cancel()
         await self._workers.stop(order, self._leave)
         await self._replication.stop()
@@ -252,6 +257,25 @@ class Session:
         elif not self._workers:
             self._put(WorkersEnded(self.round.number, None, self._newest_commit()))
 
+    async def _watch_for_hangs(self) -> None:
+        if self._services.hangs.never:
+            return
+        watch = Watch(self._services.hangs, self.round.snapshot.step if self.round.snapshot else 0)
+        watcher = HangWatcher(watch, self._page, self._services.control, self._workers.alive)
+        hang = await watcher.found(self._services.pool.signal)
+        if not self._stopping and not self._failed:
+            self._fail(self._hung(hang))
+
+    def _hung(self, hang: Hang) -> Failure:
+        local_rank = hang.ranks[0]
+        rank = self._mine.first_rank + local_rank
+        pid = next((pid for pid, known in self._workers.alive.items() if known == local_rank), 0)
+        folder = self._services.logs.folder(self.round.number, rank)
+        stacks = f"stacks in {folder / 'stderr.log'}" if folder else "stacks in the output of its node"
+        place = (self._node, self._services.host, rank, local_rank, pid, WorkerHungError.exit_code, time.time())
+        lines = tuple(self._services.logs.tail(self.round.number, rank))
+        return Failure(*place, stderr=lines, hung=f"{hang}; {stacks}")
+
     def _fail_here(self, what: str, error: TenplexError) -> None:
         """Something that the workers wait for has failed on this node: nobody would ever wake them."""
         lines = (f"{what} on node {self._node}: {error}",)
@@ -272,7 +296,8 @@ class Session:
 
     def _fail(self, failure: Failure) -> None:
         self._failed = True
-        self._services.events.emit("worker_failed", round=self.round.number, at=failure.at, rank=failure.rank)
+        kind = failure.cause.kind
+        self._services.events.emit(kind, round=self.round.number, at=failure.at, rank=failure.rank, how=failure.how)
         self._put(WorkersEnded(self.round.number, failure, self._newest_commit()))
 
     def _newest_commit(self) -> int | None:

@@ -169,6 +169,14 @@ OURS: dict[str, tuple[Flag, ...]] = {
             _whole(),
         ),
     ),
+    "workers that hang": (
+        Flag(
+            "--hang-timeout",
+            "how long a worker may be stopped, or run no step to its end, before it counts as failed. auto (default): "
+            "stopped 10 s or 10 steps, standing still 300 s or 20 steps, whichever is longer; SECONDS: for both; off",
+            _text("auto", "auto|off|SECONDS"),
+        ),
+    ),
     "how workers start": (
         Flag("--cold-start", "each worker is a fresh interpreter: slower to start and restart", switch=True),
         Flag(

@@ -12,7 +12,7 @@ import signal
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from tenplexrun.core.rounds import Ack, Failure, Round
+from tenplexrun.core.rounds import FAILURES, Ack, Failure, Round
 from tenplexrun.core.snapshots import Holding
 
 # --- events -------------------------------------------------------------------------------------------------------
@@ -187,7 +187,7 @@ class Lifecycle:
         if self._stopping:
             return self._stop("rescue") if seen.stop.mode == "now" else []
         if seen.stop.mode == "now":
-            failed = seen.stop.hung or seen.cause.kind in ("worker_failed", "node_lost")
+            failed = seen.stop.hung or seen.cause.kind in (*FAILURES, "node_lost")
             return self._stop("rescue" if failed else "terminate")
         if seen.stop.committed and seen.stop.hold is not None:
             return [AwaitParked(seen.number, seen.stop.hold)]

@@ -25,7 +25,9 @@ Record = dict[str, Any]
 SCHEMA = 1
 
 Phase = Literal["gathering", "running", "ended"]
-CauseKind = Literal["start", "worker_failed", "node_lost", "node_left", "node_joined", "resize", "end"]
+CauseKind = Literal["start", "worker_failed", "worker_hung", "node_lost", "node_left", "node_joined", "resize", "end"]
+FAILURES = ("worker_failed", "worker_hung")
+"""Causes that count against --max-restarts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +50,11 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """One worker's end that was no success. `code` as in `subprocess`: -N for signal N. `at` is Unix time, on its node.
+    """One worker's end that was no success, or its hang. `code` as in `subprocess`: -N for signal N.
 
-    `stderr`: its last lines. `error`: what it wrote to TORCHELASTIC_ERROR_FILE (torch's `@record`), if it did.
-    `age_s`: how long ago it was when the node reported it.
+    `at` is Unix time, on its node. `stderr`: its last lines. `error`: what it wrote to TORCHELASTIC_ERROR_FILE (torch's
+    `@record`), if it did.
+    `age_s`: how long ago it was when the node reported it. `hung`: what shows that it hangs, "" if it has ended.
     """
 
     node: str
@@ -64,6 +67,11 @@ class Failure:
     stderr: tuple[str, ...] = ()
     error: Mapping[str, Any] | None = None
     age_s: float = 0.0
+    hung: str = ""
+
+    @property
+    def cause(self) -> Cause:
+        return Cause("worker_hung" if self.hung else "worker_failed", self.describe(), self.at)
 
     def describe(self) -> str:
         if self.pid == 0:  # no worker's fault: `stderr` says what went wrong on its node
@@ -73,7 +81,9 @@ class Failure:
 
     @property
     def how(self) -> str:
-        """ "signal 11 (SIGSEGV)" or "exit code 3"."""
+        """ "signal 11 (SIGSEGV)", "exit code 3", or how it hangs."""
+        if self.hung:
+            return self.hung
         if self.code >= 0:
             return f"exit code {self.code}"
         known = {int(number): number.name for number in signal.Signals}

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from tenplexrun.core import lifecycle as lc
 from tenplexrun.core import rounds
+from tenplexrun.core.control import NONE
+from tenplexrun.core.hang import STOPPED, Bounds, Sight, Watch
 from tenplexrun.core.lifecycle import Lifecycle
 from tenplexrun.core.rounds import Failure, Member, Request, Round
 from tenplexrun.core.snapshots import Holding, SnapshotId
@@ -19,6 +21,9 @@ from .store import LEASE_S, RETRY_S, RUN, CompareFailed, Entry, Unreachable
 
 if TYPE_CHECKING:
     from .world import World
+
+
+LOOK_S = 1.0
 
 
 @dataclass(eq=False)
@@ -38,13 +43,19 @@ class Host:
 
 @dataclass(eq=False)
 class Workers:
-    """Those of one round here. `step`: steps completed; `started`: the step begun; `running`: it is past the hold."""
+    """Those of one round here. `step`: steps completed; `started`: the step begun; `running`: it is past the hold.
+    `hung`: one of them is stopped by a signal."""
 
     round: Round
     step: int
     started: int | None = None
     running: int | None = None
     failed: bool = False
+    hung: bool = False
+
+    @property
+    def well(self) -> bool:
+        return not self.failed and not self.hung
 
 
 class Agent:
@@ -259,5 +270,27 @@ class Agent:
             workers.failed = True
             self.tell(f"a worker fails in round {workers.round.number}: {why}")
             self.world.bereaved(workers.round.number)
-            failure = Failure(self.name, self.member.host, 0, 0, 1, -9, self.world.now + self.host.skew_s)
-            self.handle(lc.WorkersEnded(workers.round.number, failure, self.committed))
+            self._report(workers, -9)
+
+    def _report(self, workers: Workers, code: int, hung: str = "") -> None:
+        failure = Failure(self.name, self.member.host, 0, 0, 1, code, self.world.now + self.host.skew_s, hung=hung)
+        self.handle(lc.WorkersEnded(workers.round.number, failure, self.committed))
+
+    def hang(self, workers: Workers) -> None:
+        """In the middle of a step. Its peers wait for it, and nobody would ever hear of it."""
+        if workers.running is not None and not workers.failed and not workers.hung:
+            workers.hung = True
+            self.tell(f"a worker of round {workers.round.number} is stopped in step {workers.running}")
+            first = workers.round.snapshot.step if workers.round.snapshot else 0
+            self._look(workers, Watch(Bounds.of(None, self.world.settings.unreachable_s), first))
+
+    def _look(self, workers: Workers, watch: Watch) -> None:
+        if self.workers is workers and not workers.failed and workers.started is not None:
+            sights = {0: Sight(workers.started, NONE, NONE, STOPPED)}
+            found = watch.look(self.world.now, sights, NONE, self.hold is not None)
+            if found is None:
+                self.at(LOOK_S, lambda: self._look(workers, watch))
+            else:
+                workers.failed = True
+                self.tell(f"a worker {found}")
+                self._report(workers, 74, str(found))

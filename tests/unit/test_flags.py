@@ -126,6 +126,10 @@ REFUSED = [
     (["--rdzv-endpoint=::1:5"], "brackets"),
     (["--max-restarts=-1"], "--max-restarts"),
     (["--shutdown-timeout=-1"], "--shutdown-timeout"),
+    (["--hang-timeout=soon"], "auto, off"),
+    (["--hang-timeout=nan"], "nan"),
+    (["--hang-timeout=9"], "2 * lease"),
+    (["--hang-timeout=20", "--rdzv-conf=lease=11"], "2 * lease"),
     (["--nproc=2"], "--nproc"),
     (["--nproc-per-n=2"], "write --nproc-per-node in full"),
 ]
