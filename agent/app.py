@@ -233,7 +233,7 @@ class Agent:
         if session is None or session.round.nodes[0] != self._member.node:
             return published
         left = max(0, self._launch.settings.max_restarts - session.round.failures)
-        document = json.dumps({"round": session.round.number, "step": session.hold(None), "restarts_left": left})
+        document = json.dumps({**session.progress(), "restarts_left": left})
         if document != published:
             await self._coordination.put(f"{self._folder}/progress", document)
         return document

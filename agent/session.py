@@ -24,6 +24,7 @@ from tenplexrun.agent.events import EventLog
 from tenplexrun.agent.hangs import HangWatcher
 from tenplexrun.agent.links import Links
 from tenplexrun.agent.logs import WorkerLogs
+from tenplexrun.agent.replication import Replication
 from tenplexrun.agent.transformer import Restored, Transformer
 from tenplexrun.agent.workers import End, Workers, victims
 from tenplexrun.core.control import NONE, ControlPage, num_bytes
@@ -72,6 +73,7 @@ class Session:
         self._values: dict[int, dict[str, Any]] = {}
         self._sealing_step = self._sealed_step = NONE
         self._seal: asyncio.Task[None] | None = None
+        self._replication = Replication(node, round_, services.store, services.links, services.events)
         self._views: dict[tuple[int, str], asyncio.Future[str]] = {}
         self._restored: asyncio.Task[Restored] | None = None
         self._starting: asyncio.Task[None] | None = None
@@ -147,11 +149,16 @@ class Session:
             raise LayoutError(f"the script built a mesh of {config}, the round has {self.round.parallel.to_json()}")
         if self._slots is None:
             self._digest = json.dumps(layout, sort_keys=True)
-            opening = self._services.store.open_round(self.round.number, layout, config, list(self._mine.ranks))
-            self._slots = asyncio.ensure_future(opening)
+            self._slots = asyncio.ensure_future(self._open(layout, config))
         elif json.dumps(layout, sort_keys=True) != self._digest:
             raise LayoutError("two ranks of this node declare different layouts of the job's state")
         return await asyncio.shield(self._slots)
+
+    async def _open(self, layout: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+        ranks, buddy = list(self._mine.ranks), self._replication.claim
+        opened = await self._services.store.open_round(self.round.number, layout, config, ranks, buddy)
+        self._replication.opened(opened)
+        return {"slots": opened["slots"], "replicated": opened["replicated"]}
 
     def _on_sealed(self, step: int, slot: int, values: dict[str, Any] | None) -> None:
         """A rank has written its part. When the last of this node has, the store makes it a snapshot."""
@@ -171,8 +178,8 @@ class Session:
             self._fail_here(f"snapshot of step {step}", error)
             return
         self._sealed_step = step
-        self._services.links.report(self.round.number, step)
         self._services.events.emit("sealed", round=self.round.number, step=step)
+        self._replication.sealed(step, slot)
 
     async def _show(self, order: Mapping[str, Any], dp_rank: int) -> str:
         held = [holding for source in (self.round.sources or {}).values() for holding in source.holdings]
@@ -186,7 +193,7 @@ class Session:
         return await asyncio.shield(self._views[key])
 
     async def committed(self, step: int) -> None:
-        """Every node has sealed `step` of this round."""
+        """Every node has sealed `step` of this round, and it is on as many as asked."""
         try:
             await self._services.store.commit(self.round.number, step)
         except TenplexError as error:
@@ -214,12 +221,19 @@ class Session:
         for task in filter(None, [self._starting, self._restored, self._watching]):
             task.cancel()
         await self._workers.stop(order, self._leave)
+        await self._replication.stop()
         if self._seal is not None:
             await asyncio.wait([self._seal])  # what was written whole must be in the inventory
         await self._services.pool.sweep()
         self._services.logs.close_round(self.round.number)
         with contextlib.suppress(TenplexError, asyncio.TimeoutError):  # dead or stopped: the next round need not wait
             await asyncio.wait_for(self._services.view.drop(self.round.number), DROP_TIMEOUT_S)
+
+    def progress(self) -> dict[str, Any]:
+        """For people: the step begun, the newest snapshots, on how many nodes each part of a committed one is."""
+        copies = min(self.round.replicas, len(self.round.participants))
+        snapshots = {"committed": self._newest_commit(), "sealed": self._sealed_step, "copies": copies}
+        return {"round": self.round.number, "step": self.hold(None), **snapshots}
 
     def pass_on(self, signum: int) -> tuple[int, int]:
         """A signal for the script: to how many workers it went, and how many there are."""

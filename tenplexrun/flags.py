@@ -137,6 +137,12 @@ OURS: dict[str, tuple[Flag, ...]] = {
             "where this node stands, as rack=NAME: what it lacks comes from its own rack first",
             _text(None, "rack=NAME"),
         ),
+        Flag(
+            "--replicas",
+            "distinct nodes that hold each part of a snapshot, so that one fewer may be lost at once; 1: no copies but "
+            "those of data parallelism (default 2; all, if there are fewer)",
+            _whole(2),
+        ),
         Flag("--snapshot-every", "steps between snapshots in memory (default 1)", _whole(1)),
         Flag(
             "--data",

@@ -131,6 +131,7 @@ class Node:
             park_timeout_s=times.grace_s + 30,
             unreachable_s=times.unreachable_s,
             max_churn=spec.max_churn,
+            replicas=spec.replicas,
             assign=least_cost,
         )
 

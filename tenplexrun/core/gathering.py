@@ -142,6 +142,7 @@ def _form(view: View, round_: Round, settings: Settings, now: float, gathered: M
         master=(first.host, gathered[first.node].master_port),
         snapshot=snapshot,
         sources=sources,
+        replicas=settings.replicas,
     )
     formed = inputs.frozen(formed, view.members)
     origin = f"from {snapshot}" if snapshot else "from the start: no living node holds a snapshot"

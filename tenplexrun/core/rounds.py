@@ -7,7 +7,8 @@ All are JSON documents in the coordination store, below `runs/<run_id>/<run_epoc
     round                   one Round, changed by compare-and-swap only by the decider
     acks/<number>/<node>    Ack: the last word of a node about that round
     requests/<id>           Request; answered below answers/<id>
-    progress                {"round", "step", "restarts_left"} as rank 0's node saw it last, for people
+    progress                {"round", "step", "committed", "sealed", "copies", "restarts_left"} as rank 0's node saw it
+                            last, for people
 """
 
 from __future__ import annotations
@@ -180,6 +181,7 @@ class Round:
 
     `racks`, `algorithm`, `inputs`: frozen when it was formed; see `core.inputs`.
     `evicted`: nodes that count as gone, whatever else is written of them. A node that comes back has a new name.
+    `replicas`: on how many nodes each part of its snapshots shall be.
     `churn`: how often nodes came or went. `departures`: by host, how often of late, and the Unix time of the last.
     """
 
@@ -205,6 +207,7 @@ class Round:
     racks: Mapping[str, str] = field(default_factory=dict)
     algorithm: int = 0
     inputs: str = ""
+    replicas: int = 1
 
     @property
     def nodes(self) -> tuple[str, ...]:

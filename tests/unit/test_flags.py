@@ -93,7 +93,7 @@ def test_every_flag_has_its_variables(train: None, theirs: dict[str, Action]) ->
     for rows in (*flags.TORCHRUN.values(), *flags.OURS.values()):
         for row in rows:
             choices = row.options.get("choices")
-            text = "true" if row.switch else choices[-1] if choices else "2"
+            text = "true" if row.switch else choices[-1] if choices else "3"
             assert flags.parser({f"TENPLEXRUN_{row.dest.upper()}": text}).get_default(row.dest) != row.options.get(
                 "default", False
             )
