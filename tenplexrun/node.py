@@ -94,6 +94,7 @@ class Node:
                 logs=logs,
                 events=self.events,
                 data=await self._data(view),
+                hangs=spec.timeouts.hangs,
             )
             await self._warm_up()
             member = replace(member, ready_s=round(time.monotonic() - self.began, 3))
@@ -128,8 +129,9 @@ class Node:
             rendezvous_timeout_s=times.rendezvous_s,
             gather_timeout_s=times.grace_s + 30,
             park_timeout_s=times.grace_s + 30,
-            unreachable_s=2 * times.lease_s,
+            unreachable_s=times.unreachable_s,
             max_churn=spec.max_churn,
+            replicas=spec.replicas,
             assign=least_cost,
         )
 
@@ -153,7 +155,8 @@ class Node:
         times = self.spec.timeouts
         return (
             f"a silent node is given up after {times.lease_s:g} s, a stop has {times.grace_s:g} s of grace, "
-            f"joins are gathered for {times.join_window_s:g} s, too few nodes wait {times.rendezvous_s:g} s"
+            f"joins are gathered for {times.join_window_s:g} s, too few nodes wait {times.rendezvous_s:g} s, "
+            f"{times.hangs}"
         )
 
     async def _data(self, view: ViewClient) -> dict[str, object] | None:
