@@ -1,9 +1,9 @@
 """The process of the dataset view: `python -m tenplexrun.vfs.server '{"dir": ..., "socket": ..., "mode": "auto"}'`.
 
-`dir` is the node's directory: samples go to its `extents/`, the view to its `view/`, the store's folder is `arena/`. `socket` is the path of the
-control socket (protocol of `tenplexrun.channel`), `mode` one of auto, fuse, farm. What is shown is noted in
-`views.json`, so that a process started after a kill -9 shows the same again. SIGTERM and SIGINT unmount and end with
-exit code 0.
+`dir` is the node's directory: samples go to its `extents/`, the view to its `view/`, the store's folder is `arena/`.
+`socket` is the path of the control socket (protocol of `tenplexrun.channel`), `mode` one of auto, fuse, farm. What is
+shown is noted in `views.json`, so that a process started after a kill -9 shows the same again. SIGTERM and SIGINT
+unmount and end with exit code 0.
 """
 
 from __future__ import annotations

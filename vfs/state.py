@@ -58,11 +58,8 @@ class Snapshots:
                 layout = Layout.from_json(json.loads((self._arena / layout_name(index.snapshot.digest)).read_bytes()))
             except (OSError, ValueError, TenplexError):
                 continue  # gone, or being taken over: there is a newer one, or none
-            name = str(index.snapshot.step)
-            self._shown, self._entries = (
-                found,
-                {name: snapshot_files(index, layout, self._arena), "current": Link(name)},
-            )
+            name, files = str(index.snapshot.step), snapshot_files(index, layout, self._arena)
+            self._shown, self._entries = found, {name: files, "current": Link(name)}
             return self._entries
         self._shown, self._entries = None, {}
         return self._entries

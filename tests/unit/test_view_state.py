@@ -48,7 +48,7 @@ def snapshot(arena: Arena, step: int, ranks: tuple[int, ...] = (0, 1), commit: b
     path = arena.open_round(3, LAYOUT, claim)[slot]
     memory = np.memmap(path, np.uint8, "r+")
     for entry in arena_map(LAYOUT, CONFIG, ranks).entries:
-        part = np.ascontiguousarray(whole(entry.fqn)[entry.region.slices]) + 0
+        part = np.ascontiguousarray(whole(entry.fqn)[entry.region.slices])
         memory[entry.offset : entry.offset + entry.num_bytes] = np.frombuffer(part.tobytes(), np.uint8)
     arena.seal(3, step, slot, {"consumed": 8 * step})
     if commit:
