@@ -3,7 +3,10 @@
 A link that breaks is also the fastest news of a death: where the other end's port then refuses connections, its
 agent is gone, and nobody waits for the lease.
 
-    hello {token, node, link}   sealed {round, step}   -> committed {round, step}
+    hello {token, node, link}   sealed {round, step, last}   -> committed {round, step, checkpoint: tag | null}
+                                written {round, step, part | error}
+
+`last`: no more steps will come. With a `checkpoint` each node writes its part of a durable one: see `durable`.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tenplexrun import channel
+from tenplexrun.agent.durable import Collector
 from tenplexrun.channel import Channel
 from tenplexrun.core.commits import Commits
 from tenplexrun.errors import TenplexError, WireError
@@ -24,7 +28,7 @@ PROBE_TIMEOUT_S = 1.0
 RETRY_S = 0.2
 FIRST_PROBE_S, LAST_PROBE_S = 0.02, 1.0
 
-OnCommit = Callable[[int, int], Awaitable[None]]
+OnCommit = Callable[[int, int, "str | None"], Awaitable[None]]
 OnLost = Callable[[str, str], Awaitable[None]]
 
 
@@ -61,6 +65,8 @@ class Links:
         self._on_lost: OnLost = _ignore
         self._peers: dict[Channel, _Peer] = {}
         self._commits = Commits(-1)
+        self._last_step = -1
+        self._collector: Collector | None = None
         self._followed: str | None = None
         self._decider: Channel | None = None
         self._last_report: dict[str, Any] | None = None
@@ -69,9 +75,10 @@ class Links:
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing = False
 
-    def bind(self, on_commit: OnCommit, on_lost: OnLost) -> None:
-        """`on_commit(round, step)` runs on every node; `on_lost(node, link)` when an agent is proved gone."""
-        self._on_commit, self._on_lost = on_commit, on_lost
+    def bind(self, on_commit: OnCommit, on_lost: OnLost, collector: Collector | None = None) -> None:
+        """`on_commit(round, step, checkpoint)` runs on every node; `on_lost(node, link)` when an agent is proved gone.
+        `collector`: of durable checkpoints, for when this node decides."""
+        self._on_commit, self._on_lost, self._collector = on_commit, on_lost, collector
 
     async def start(self, host: str) -> str:
         """Listen on a port that the system assigns. Returns the address."""
@@ -108,11 +115,16 @@ class Links:
         if self._decider is not None:
             await self._decider.close()
 
-    def report(self, round_number: int, step: int) -> None:
-        """This node has sealed its part of a snapshot. Said again to whoever decides later."""
-        self._last_report = {"round": round_number, "step": step}
+    def report(self, round_number: int, step: int, last: bool = False) -> None:
+        """This node has sealed its part of a snapshot, the job's `last` one. Said again to whoever decides later."""
+        self._last_report = {"round": round_number, "step": step, "last": last}
         if self._decider is not None:
             self._decider.notify("sealed", **self._last_report)
+
+    def written(self, round_number: int, step: int, record: dict[str, Any]) -> None:
+        """What became of this node's part of a durable checkpoint: {"part"} or {"error"}."""
+        if self._decider is not None:
+            self._decider.notify("written", round=round_number, step=step, **record)
 
     async def _keep(self, address: str) -> None:
         while True:
@@ -133,7 +145,7 @@ class Links:
     async def _from_decider(self, _link: Channel, op: str, args: dict[str, Any]) -> None:
         if op != "committed":
             raise WireError(f"the decider has no business to ask {op!r}")
-        await self._on_commit(int(args["round"]), int(args["step"]))
+        await self._on_commit(int(args["round"]), int(args["step"]), args["checkpoint"])
 
     # --- the decider ----------------------------------------------------------------------------------------------
 
@@ -149,12 +161,18 @@ class Links:
             self._spawn(self._until_closed(link))
             return {"node": self.node}
         peer = self._peers.get(link)
-        if op != "sealed" or peer is None:
+        if op not in ("sealed", "written") or peer is None:
             raise WireError(f"no such message on a link, or no token was shown: {op!r}")
+        if op == "written":
+            if self._collector is not None:
+                self._collector.part(peer.node, int(args.pop("round")), int(args.pop("step")), args)
+            return None
         commits = self._commits_of(int(args["round"]))
+        if args["last"]:
+            self._last_step = int(args["step"])
         step = commits.sealed(peer.node, int(args["step"]))
         if step is None and commits.committed is not None:  # said again after a break: so is the answer
-            link.notify("committed", round=commits.round, step=commits.committed)
+            link.notify("committed", round=commits.round, step=commits.committed, checkpoint=None)
         self._commit(step)
         return None
 
@@ -165,9 +183,13 @@ class Links:
         return self._commits if round_number == self._commits.round else Commits(round_number)
 
     def _commit(self, step: int | None) -> None:
-        if step is not None:
-            for link in self._peers:
-                link.notify("committed", round=self._commits.round, step=step)
+        if step is None:
+            return
+        number, tag = self._commits.round, None
+        if self._collector is not None:
+            tag = self._collector.begin(number, step, last=step == self._last_step)
+        for link in self._peers:
+            link.notify("committed", round=number, step=step, checkpoint=tag)
 
     async def _until_closed(self, link: Channel) -> None:
         await link.wait_closed()

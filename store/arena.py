@@ -20,7 +20,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -113,8 +113,13 @@ class Arena:
             self._round = opened
             return self._paths(opened)
 
-    def seal(self, number: int, step: int, slot: int, values: Record | None) -> SnapshotId:
-        """Make what the workers wrote into `slot` a snapshot, with its checksums. Raises StoreError."""
+    def seal(
+        self, number: int, step: int, slot: int, values: Record | None, without: Collection[str] = ()
+    ) -> SnapshotId:
+        """Make what was written into `slot`, the tensors `without` left out, a snapshot, with its checksums.
+
+        Raises StoreError.
+        """
         opened = self._round
         if opened is None or opened.number != number or slot not in range(NUM_SLOTS):
             raise StoreError(f"slot {slot} of round {number} cannot be sealed: this store has not opened it")
@@ -123,6 +128,7 @@ class Arena:
         pieces = tuple(
             Piece(entry.fqn, entry.region, entry.dtype, file, entry.offset, entry.num_bytes, checksum_of(view, entry))
             for entry in opened.entries
+            if entry.fqn not in without
         )
         snapshot = SnapshotId(number, step, opened.digest)
         consumed = records.whole((values or {}).get("consumed", 0), "`consumed` in the values of a snapshot")
