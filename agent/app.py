@@ -196,12 +196,7 @@ class Agent:
                 self._round_seen = content[key]
                 self._decider.has_round = True
                 round_ = rounds.round_from_json(json.loads(content[key].value))
-                self._services.links.follow(round_.decider)
-                mine = round_.phase == "running" and round_.decider == self._member.link
-                if self._services.collector is not None:
-                    self._services.collector.expect(round_, mine)
-                if mine:
-                    self._services.links.expect(round_.number, round_.nodes)
+                self._services.links.seen(round_)
                 await self._queue.put(lc.RoundSeen(round_))
 
     async def _follow_exits(self) -> None:

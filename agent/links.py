@@ -22,6 +22,7 @@ from tenplexrun import channel
 from tenplexrun.agent.durable import Collector
 from tenplexrun.channel import Channel
 from tenplexrun.core.commits import Commits
+from tenplexrun.core.rounds import Round
 from tenplexrun.errors import TenplexError, WireError
 
 PROBE_TIMEOUT_S = 1.0
@@ -97,6 +98,15 @@ class Links:
             await peer.close()
 
     # --- every node -----------------------------------------------------------------------------------------------
+
+    def seen(self, round_: Round) -> None:
+        """The round as it is now: whom to follow, and what to expect of whom if this node decides."""
+        self.follow(round_.decider)
+        mine = round_.phase == "running" and round_.decider == self.address
+        if self._collector is not None:
+            self._collector.expect(round_, mine)
+        if mine:
+            self.expect(round_.number, round_.nodes)
 
     def follow(self, decider: str) -> None:
         """Keep a link to the decider that listens at this address."""

@@ -209,7 +209,8 @@ class Session:
         self._snapshot = await self._services.store.seal(self.round.number, step, slot, values, without), slot
         self._sealing_step = max(step, self._sealing_step)
         self._sealed_step = step
-        self._services.links.report(self.round.number, step, step == self._last_step)
+        if not without:  # else nobody could have a copy of it; the next one will do
+            self._services.links.report(self.round.number, step, step == self._last_step)
         self._services.events.emit("sealed", round=self.round.number, step=step)
 
     async def _show(self, order: Mapping[str, Any], dp_rank: int) -> str:

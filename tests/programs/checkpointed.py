@@ -1,8 +1,8 @@
 """A small job with all kinds of state, under `tenplexrun` or, with --plain, without us: saved and loaded by plain DCP.
 
-    tenplexrun ... checkpointed.py OUT UNTIL        trains; writes OUT/losses-*.jsonl and, at the end, OUT/full.pt
-    python checkpointed.py OUT UNTIL --load URL     plain torch: loads a checkpoint, writes OUT/full.pt
-    python checkpointed.py OUT UNTIL --save URL     plain torch: trains, and saves before the last step
+tenplexrun ... checkpointed.py OUT UNTIL        trains; writes OUT/losses-*.jsonl and, at the end, OUT/full.pt
+python checkpointed.py OUT UNTIL --load URL     plain torch: loads a checkpoint, writes OUT/full.pt
+python checkpointed.py OUT UNTIL --save URL     plain torch: trains, and saves before the last step
 """
 
 import argparse
