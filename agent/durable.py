@@ -117,6 +117,8 @@ class Collector:
     def __init__(self, client: CheckpointClient, every: Every, events: EventLog) -> None:
         self._client, self._every, self._events = client, every, events
         self.confirm: Confirm | None = None
+        self.end: tuple[int, int] | None = None
+        """Round and step of the job's last snapshot, once that is known."""
         self._round: Round | None = None
         self._cadence: Cadence | None = None
         self._going: _Going | None = None
@@ -136,9 +138,9 @@ class Collector:
         publishing = self._publishing is not None and not self._publishing.done()
         return publishing or (self._going is not None and time.monotonic() < self._going.began + LONGEST_S)
 
-    def begin(self, round_number: int, step: int, last: bool) -> str | None:
+    def begin(self, round_number: int, step: int) -> str | None:
         """The snapshot of `step` is committed. Returns the checkpoint's tag if it is to become one."""
-        now = time.monotonic()
+        now, last = time.monotonic(), self.end == (round_number, step)
         if self._round is None or self._cadence is None or self._round.number != round_number:
             return None
         if (self.busy and not last) or not self._cadence.due(step, now, last):

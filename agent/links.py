@@ -3,10 +3,11 @@
 A link that breaks is also the fastest news of a death: where the other end's port then refuses connections, its
 agent is gone, and nobody waits for the lease.
 
-    hello {token, node, link}   sealed {round, step, last}   -> committed {round, step, checkpoint: tag | null}
-                                written {round, step, part | error}
+    hello {token, node, link}
+    sealed {round, step, held, committed, last}   -> replicate {round, step}   -> committed {round, step, checkpoint}
+    written {round, step, part | error}
 
-`last`: no more steps will come. With a `checkpoint` each node writes its part of a durable one: see `durable`.
+`last`: no more steps will come. `checkpoint`: null, or a tag, and each node writes its part of a durable checkpoint.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 from tenplexrun import channel
 from tenplexrun.agent.durable import Collector
 from tenplexrun.channel import Channel
-from tenplexrun.core.commits import Commits
+from tenplexrun.core.commits import Commits, News
 from tenplexrun.core.rounds import Round
 from tenplexrun.errors import TenplexError, WireError
 
@@ -31,6 +32,7 @@ FIRST_PROBE_S, LAST_PROBE_S = 0.02, 1.0
 
 OnCommit = Callable[[int, int, "str | None"], Awaitable[None]]
 OnLost = Callable[[str, str], Awaitable[None]]
+OnReplicate = Callable[[int, int], None]
 
 
 async def _ignore(*_: object) -> None:
@@ -64,13 +66,16 @@ class Links:
         self._token = token
         self._on_commit: OnCommit = _ignore
         self._on_lost: OnLost = _ignore
+        self.on_replicate: OnReplicate = lambda round_number, step: None
+        """Called on every node once all have sealed a snapshot of which some owe parts to others."""
         self._peers: dict[Channel, _Peer] = {}
         self._commits = Commits(-1)
-        self._last_step = -1
+        self._end = (-1, -1)  # round and step of the last snapshot
         self._collector: Collector | None = None
         self._followed: str | None = None
         self._decider: Channel | None = None
         self._last_report: dict[str, Any] | None = None
+        self._committed = (-1, -1)  # round, step
         self._follower: asyncio.Task[None] | None = None
         self._server: asyncio.AbstractServer | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -125,9 +130,16 @@ class Links:
         if self._decider is not None:
             await self._decider.close()
 
-    def report(self, round_number: int, step: int, last: bool = False) -> None:
-        """This node has sealed its part of a snapshot, the job's `last` one. Said again to whoever decides later."""
-        self._last_report = {"round": round_number, "step": step, "last": last}
+    def ends(self, round_number: int, step: int) -> None:
+        """The snapshot of this step is this node's last one."""
+        self._end = (round_number, step)
+
+    def report(self, round_number: int, step: int, held: bool = True) -> None:
+        """This node has sealed its part of a snapshot; `held`: and has what it owes of it. Said again to whoever
+        decides later, with the newest commit heard of: not all may have heard of that."""
+        committed = self._committed[1] if self._committed[0] == round_number else None
+        last = self._end == (round_number, step)
+        self._last_report = {"round": round_number, "step": step, "held": held, "committed": committed, "last": last}
         if self._decider is not None:
             self._decider.notify("sealed", **self._last_report)
 
@@ -153,15 +165,22 @@ class Links:
             await asyncio.sleep(RETRY_S)
 
     async def _from_decider(self, _link: Channel, op: str, args: dict[str, Any]) -> None:
-        if op != "committed":
+        if op == "replicate":
+            self.on_replicate(int(args["round"]), int(args["step"]))
+        elif op == "committed":
+            self._committed = int(args["round"]), int(args["step"])
+            if self._last_report is not None and self._last_report["round"] == self._committed[0]:
+                self._last_report["committed"] = self._committed[1]
+            await self._on_commit(*self._committed, args["checkpoint"])
+        else:
             raise WireError(f"the decider has no business to ask {op!r}")
-        await self._on_commit(int(args["round"]), int(args["step"]), args["checkpoint"])
 
     # --- the decider ----------------------------------------------------------------------------------------------
 
     def expect(self, round_number: int, nodes: Iterable[str]) -> None:
         """A round runs with these nodes: their reports make its commits."""
-        self._commit(self._commits_of(round_number).expect(nodes))
+        commits = self._commits_of(round_number)
+        self._announce(commits, commits.expect(nodes))
 
     async def _serve(self, link: Channel, op: str, args: dict[str, Any]) -> dict[str, Any] | None:
         if op == "hello":
@@ -178,12 +197,13 @@ class Links:
                 self._collector.part(peer.node, int(args.pop("round")), int(args.pop("step")), args)
             return None
         commits = self._commits_of(int(args["round"]))
-        if args["last"]:
-            self._last_step = int(args["step"])
-        step = commits.sealed(peer.node, int(args["step"]))
-        if step is None and commits.committed is not None:  # said again after a break: so is the answer
-            link.notify("committed", round=commits.round, step=commits.committed, checkpoint=None)
-        self._commit(step)
+        known = None if args["committed"] is None else int(args["committed"])
+        if args["last"] and self._collector is not None:
+            self._collector.end = (commits.round, int(args["step"]))
+        news = commits.report(peer.node, int(args["step"]), bool(args["held"]), known)
+        if news == News():  # said again after a break: so is the answer
+            self._tell(commits, commits.known, [link])
+        self._announce(commits, news)
         return None
 
     def _commits_of(self, round_number: int) -> Commits:
@@ -192,14 +212,18 @@ class Links:
         # What is said of an older round is counted nowhere.
         return self._commits if round_number == self._commits.round else Commits(round_number)
 
-    def _commit(self, step: int | None) -> None:
-        if step is None:
-            return
-        number, tag = self._commits.round, None
-        if self._collector is not None:
-            tag = self._collector.begin(number, step, last=step == self._last_step)
-        for link in self._peers:
-            link.notify("committed", round=number, step=step, checkpoint=tag)
+    def _announce(self, commits: Commits, news: News) -> None:
+        tag = None
+        if self._collector is not None and news.commit is not None:
+            tag = self._collector.begin(commits.round, news.commit)
+        self._tell(commits, news, self._peers, tag)
+
+    def _tell(self, commits: Commits, news: News, links: Iterable[Channel], checkpoint: str | None = None) -> None:
+        for link in links:
+            if news.commit is not None:
+                link.notify("committed", round=commits.round, step=news.commit, checkpoint=checkpoint)
+            if news.replicate is not None:
+                link.notify("replicate", round=commits.round, step=news.replicate)
 
     async def _until_closed(self, link: Channel) -> None:
         await link.wait_closed()

@@ -22,14 +22,17 @@ from tenplexrun.agent import error_file
 from tenplexrun.agent.durable import Collector, Declared, PartWriter
 from tenplexrun.agent.environment import NodeFacts, worker_env
 from tenplexrun.agent.events import EventLog
+from tenplexrun.agent.hangs import HangWatcher
 from tenplexrun.agent.links import Links
 from tenplexrun.agent.logs import WorkerLogs
+from tenplexrun.agent.replication import Replication
 from tenplexrun.agent.transformer import Restored, Transformer
 from tenplexrun.agent.workers import End, Workers, victims
 from tenplexrun.core.control import NONE, ControlPage, num_bytes
+from tenplexrun.core.hang import Bounds, Hang, Watch
 from tenplexrun.core.lifecycle import Event, StopWorkers, WorkersEnded
 from tenplexrun.core.rounds import Failure, Round
-from tenplexrun.errors import LayoutError, ProcessError, TenplexError
+from tenplexrun.errors import LayoutError, ProcessError, TenplexError, WorkerHungError
 from tenplexrun.ports import CheckpointClient, StoreClient, ViewClient, WorkerExit, WorkerPool, WorkerSpec
 
 POLL_S = 0.002
@@ -53,6 +56,7 @@ class NodeServices:
     logs: WorkerLogs
     events: EventLog
     data: Mapping[str, Any] | None
+    hangs: Bounds
     checkpoints: CheckpointClient | None = None
     collector: Collector | None = None
 
@@ -75,15 +79,17 @@ class Session:
         self._digest = ""
         self._sealed: dict[int, int] = {}  # slot by step, until sealed
         self._values: dict[int, dict[str, Any]] = {}
-        self._sealing_step = self._sealed_step = self._last_step = NONE
+        self._sealing_step = self._sealed_step = NONE
         self._snapshot: tuple[dict[str, Any], int] | None = None  # the newest one's id, and its slot
         parts = (services.checkpoints, round_, node, services.links.written, services.events)
         self._parts = PartWriter(*parts) if services.checkpoints is not None else None  # type: ignore[arg-type]
         self._seal: asyncio.Task[None] | None = None
+        self._replication = Replication(node, round_, services.store, services.links, services.events)
         self._views: dict[tuple[int, str], asyncio.Future[str]] = {}
         self._restored: asyncio.Task[Restored] | None = None
         self._starting: asyncio.Task[None] | None = None
         self._finishing: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
 
     # --- start ----------------------------------------------------------------------------------------------------
 
@@ -110,6 +116,7 @@ class Session:
             started = time.time()
             pids = await services.pool.spawn(specs, host_store=self._mine.first_rank == 0)
             self._workers.started(pids)
+            self._watching = asyncio.ensure_future(self._watch_for_hangs())
             services.events.emit("spawned", round=number, began=started, seconds=time.time() - started, pids=pids)
         except TenplexError as error:
             self._fail_here("start of the workers", error)
@@ -178,18 +185,23 @@ class Session:
             raise LayoutError(f"the script built a mesh of {config}, the round has {self.round.parallel.to_json()}")
         if self._slots is None:
             self._digest = json.dumps(layout, sort_keys=True)
-            opening = self._services.store.open_round(self.round.number, layout, config, list(self._mine.ranks))
-            self._slots = asyncio.ensure_future(opening)
+            self._slots = asyncio.ensure_future(self._open(layout, config))
             self._declared = Declared(layout, groups)
             self._is_declared.set()
         elif json.dumps(layout, sort_keys=True) != self._digest:
             raise LayoutError("two ranks of this node declare different layouts of the job's state")
         return await asyncio.shield(self._slots)
 
+    async def _open(self, layout: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+        ranks, buddy = list(self._mine.ranks), self._replication.claim
+        opened = await self._services.store.open_round(self.round.number, layout, config, ranks, buddy)
+        self._replication.opened(opened)
+        return {"slots": opened["slots"], "replicated": opened["replicated"]}
+
     def _on_sealed(self, step: int, slot: int, values: dict[str, Any] | None, last: bool) -> None:
         """A rank has written its part. When the last of this node has, the store makes it a snapshot."""
         if last:
-            self._last_step = step
+            self._services.links.ends(self.round.number, step)
         if values is not None:
             self._values[step] = values
         self._sealed.setdefault(step, slot)
@@ -209,13 +221,14 @@ class Session:
         self._snapshot = await self._services.store.seal(self.round.number, step, slot, values, without), slot
         self._sealing_step = max(step, self._sealing_step)
         self._sealed_step = step
-        if not without:  # else nobody could have a copy of it; the next one will do
-            self._services.links.report(self.round.number, step, step == self._last_step)
         self._services.events.emit("sealed", round=self.round.number, step=step)
+        if not without:  # else nobody could have a copy of all of it; the next one will do
+            self._replication.sealed(step, slot)
 
     async def _show(self, order: Mapping[str, Any], dp_rank: int) -> str:
         held = [holding for source in (self.round.sources or {}).values() for holding in source.holdings]
-        consumed = max((holding.consumed for holding in held), default=0)
+        begun = self.round.checkpoint.consumed if self.round.checkpoint else 0
+        consumed = max((holding.consumed for holding in held), default=begun)
         key = (dp_rank, json.dumps(order, sort_keys=True))
         if key not in self._views:
             showing = self._services.view.show(
@@ -225,7 +238,8 @@ class Session:
         return await asyncio.shield(self._views[key])
 
     async def committed(self, step: int, checkpoint: str | None) -> None:
-        """Every node has sealed `step` of this round; with the tag of a `checkpoint` it is to be written, too."""
+        """Every node has sealed `step` of this round, and it is on as many as asked; with the tag of a `checkpoint` it
+        is to be written, too."""
         try:
             await self._services.store.commit(self.round.number, step)
             if checkpoint is not None:
@@ -263,9 +277,10 @@ class Session:
     async def stop(self, order: StopWorkers) -> None:
         """End all workers. Returns when none lives."""
         self._stopping = True
-        for task in filter(None, [self._starting, self._restored]):
+        for task in filter(None, [self._starting, self._restored, self._watching]):
             task.cancel()
         await self._workers.stop(order, self._leave)
+        await self._replication.stop()
         if self._seal is not None:
             await asyncio.wait([self._seal])  # what was written whole must be in the inventory
         if self._parts is not None:
@@ -274,6 +289,12 @@ class Session:
         self._services.logs.close_round(self.round.number)
         with contextlib.suppress(TenplexError, asyncio.TimeoutError):  # dead or stopped: the next round need not wait
             await asyncio.wait_for(self._services.view.drop(self.round.number), DROP_TIMEOUT_S)
+
+    def progress(self) -> dict[str, Any]:
+        """For people: the step begun, the newest snapshots, on how many nodes each part of a committed one is."""
+        copies = min(self.round.replicas, len(self.round.participants))
+        snapshots = {"committed": self._newest_commit(), "sealed": self._sealed_step, "copies": copies}
+        return {"round": self.round.number, "step": self.hold(None), **snapshots}
 
     def pass_on(self, signum: int) -> tuple[int, int]:
         """A signal for the script: to how many workers it went, and how many there are."""
@@ -304,6 +325,25 @@ class Session:
             await asyncio.sleep(POLL_S)
         self._put(WorkersEnded(self.round.number, None, self._newest_commit()))
 
+    async def _watch_for_hangs(self) -> None:
+        if self._services.hangs.never:
+            return
+        watch = Watch(self._services.hangs, self.round.start_step)
+        watcher = HangWatcher(watch, self._page, self._services.control, self._workers.alive)
+        hang = await watcher.found(self._services.pool.signal)
+        if not self._stopping and not self._failed:
+            self._fail(self._hung(hang))
+
+    def _hung(self, hang: Hang) -> Failure:
+        local_rank = hang.ranks[0]
+        rank = self._mine.first_rank + local_rank
+        pid = next((pid for pid, known in self._workers.alive.items() if known == local_rank), 0)
+        folder = self._services.logs.folder(self.round.number, rank)
+        stacks = f"stacks in {folder / 'stderr.log'}" if folder else "stacks in the output of its node"
+        place = (self._node, self._services.host, rank, local_rank, pid, WorkerHungError.exit_code, time.time())
+        lines = tuple(self._services.logs.tail(self.round.number, rank))
+        return Failure(*place, stderr=lines, hung=f"{hang}; {stacks}")
+
     def _fail_here(self, what: str, error: TenplexError) -> None:
         """Something that the workers wait for has failed on this node: nobody would ever wake them."""
         lines = (f"{what} on node {self._node}: {error}",)
@@ -324,7 +364,8 @@ class Session:
 
     def _fail(self, failure: Failure) -> None:
         self._failed = True
-        self._services.events.emit("worker_failed", round=self.round.number, at=failure.at, rank=failure.rank)
+        kind = failure.cause.kind
+        self._services.events.emit(kind, round=self.round.number, at=failure.at, rank=failure.rank, how=failure.how)
         self._put(WorkersEnded(self.round.number, failure, self._newest_commit()))
 
     def _newest_commit(self) -> int | None:

@@ -97,6 +97,7 @@ class Node:
                 logs=logs,
                 events=self.events,
                 data=await self._data(view),
+                hangs=spec.timeouts.hangs,
                 checkpoints=checkpoints,
                 collector=self._collector(checkpoints),
             )
@@ -135,8 +136,9 @@ class Node:
             rendezvous_timeout_s=times.rendezvous_s,
             gather_timeout_s=times.grace_s + 30,
             park_timeout_s=times.grace_s + 30,
-            unreachable_s=2 * times.lease_s,
+            unreachable_s=times.unreachable_s,
             max_churn=spec.max_churn,
+            replicas=spec.replicas,
             assign=least_cost,
             durable=spec.checkpoints is not None,
         )
@@ -162,7 +164,8 @@ class Node:
         times = self.spec.timeouts
         return (
             f"a silent node is given up after {times.lease_s:g} s, a stop has {times.grace_s:g} s of grace, "
-            f"joins are gathered for {times.join_window_s:g} s, too few nodes wait {times.rendezvous_s:g} s"
+            f"joins are gathered for {times.join_window_s:g} s, too few nodes wait {times.rendezvous_s:g} s, "
+            f"{times.hangs}"
         )
 
     def _checkpoints(self) -> CheckpointClient | None:

@@ -30,10 +30,11 @@ Path = tuple[str | int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A durable checkpoint that can be read: its folder, and the completed steps."""
+    """A durable checkpoint that can be read: its folder, the completed steps and the samples that they consumed."""
 
     url: str
     step: int
+    consumed: int = 0
 
 
 @dataclass(frozen=True, slots=True)

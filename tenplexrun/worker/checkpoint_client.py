@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from tenplexrun.channel import Caller, Record
@@ -41,7 +40,7 @@ class CheckpointClient:
         slot: str,
     ) -> Record:
         args = {"layout": layout, "config": config, "ranks": list(ranks), "groups": dict(groups), "slot": slot}
-        return await self._ask("load", **asdict(checkpoint), **args)
+        return await self._ask("load", url=checkpoint.url, step=checkpoint.step, **args)
 
     async def take(self, index: str, layout: Record, config: Record, ranks: Sequence[Sequence[int]], me: int) -> int:
         args = {"layout": layout, "config": config, "ranks": [list(own) for own in ranks], "me": me}

@@ -44,7 +44,7 @@ def newest(
         try:
             if url in refused:
                 raise CheckpointError(f"{url} could not be loaded")
-            found = durable.Checkpoint(url, _check(Folder(url), step))
+            found = _check(Folder(url), step)
             return found, [f"{problem}; the checkpoint before it is taken" for problem in problems]
         except CheckpointError as error:
             problems.append(str(error))
@@ -55,8 +55,8 @@ def newest(
     return None, []
 
 
-def _check(folder: Folder, step: int) -> int:
-    """Whether all files are there and long enough. Returns the checkpoint's step."""
+def _check(folder: Folder, step: int) -> durable.Checkpoint:
+    """Raises CheckpointError unless all files are there and long enough. `step`: 0 if it is not known."""
     directory = read_directory(folder)
     for name, size in directory.files.items():
         try:
@@ -65,7 +65,8 @@ def _check(folder: Folder, step: int) -> int:
             raise CheckpointError(f"{folder.url}/{name} is missing ({reason(error)})") from error
         if found < size:
             raise CheckpointError(f"{folder.url}/{name} has {found} bytes, needs {size}")
-    return step or whole_number(folder, directory, "step")
+    step = step or whole_number(folder, directory, "step")
+    return durable.Checkpoint(folder.url, step, whole_number(folder, directory, "consumed"))
 
 
 @dataclass(frozen=True, slots=True)

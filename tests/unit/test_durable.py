@@ -354,12 +354,12 @@ def test_the_newest_that_can_be_read_is_found(home: str, tmp_path: Path) -> None
     for step in (5, 6):
         publish(tmp_path, home, step, f"s{step}")
     five, six = (Folder(f"{home}/{durable.folder_name(step)}") for step in (5, 6))
-    assert newest(home)[0] == durable.Checkpoint(six.url, 6)
-    assert newest(home, six.url)[0] == durable.Checkpoint(five.url, 5)
+    assert newest(home)[0] == durable.Checkpoint(six.url, 6, 70)
+    assert newest(home, six.url)[0] == durable.Checkpoint(five.url, 5, 70)
     whole = six.fs.cat_file(six.at("__0_s6.distcp"))
     six.fs.pipe(six.at("__0_s6.distcp"), whole[:-20])
     found, notes = newest(home)
-    assert found == durable.Checkpoint(five.url, 5)
+    assert found == durable.Checkpoint(five.url, 5, 70)
     assert "__0_s6.distcp has" in notes[0]
     five.fs.pipe(five.at(".metadata"), five.fs.cat_file(five.at(".metadata"))[:-9])
     with pytest.raises(CheckpointError, match="no checkpoint can be read"):
