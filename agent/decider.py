@@ -11,7 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 from tenplexrun.agent.events import EventLog
+from tenplexrun.agent.steward import Steward
 from tenplexrun.core import membership, rounds
+from tenplexrun.core.hosting import Candidate
 from tenplexrun.core.layout import Layout
 from tenplexrun.core.membership import Decision, Settings, View
 from tenplexrun.core.outlook import Outlook
@@ -38,14 +40,17 @@ class Decider:
         events: EventLog,
         lease_s: float,
         linked: Callable[[], Container[str]],
+        steward: Steward | None = None,
     ) -> None:
         self._coordination, self._folder, self._settings = coordination, folder, settings
         self._fetch_layout, self._events, self._lease_s = fetch_layout, events, lease_s
-        self._linked = linked
+        self._linked, self._steward = linked, steward
         self._outlook = Outlook(folder)
         self._news = asyncio.Event()
         self._reason = ""
         self.has_round = False  # set by the agent when it has seen one: a store without it has come back empty
+        self._view: View | None = None
+        self._proved_gone: set[str] = set()
         self._node, self._doubted = "", float("-inf")
 
     async def run(self, node: str, link: str) -> None:
@@ -84,6 +89,7 @@ class Decider:
         self._news.clear()
         watcher = asyncio.ensure_future(self._follow())
         lost = asyncio.ensure_future(lease.lost.wait())
+        tending = None if self._steward is None else asyncio.ensure_future(self._steward.run(self._hosts))
         try:
             await self._news.wait()
             while not lost.done() and not watcher.done():
@@ -99,7 +105,19 @@ class Decider:
         finally:
             watcher.cancel()
             lost.cancel()
+            if tending is not None:
+                tending.cancel()
         return False
+
+    def _hosts(self) -> list[Candidate]:
+        """Who may host the etcd, those that have been there longest first; none before the first round has formed."""
+        view = self._view
+        if view is None or view.round is None or view.round.phase != "running":
+            return []
+        round_, evicted = view.round, view.round.evicted
+        here = [member for member in view.members.values() if member.node not in evicted]
+        here.sort(key=lambda member: (member.node not in round_.nodes, view.seen[member.node]))
+        return [Candidate(member.link, member.host) for member in here]
 
     async def _follow(self) -> None:
         async for content in self._coordination.watch(self._folder):
@@ -110,6 +128,7 @@ class Decider:
         """Decide on what is known, and act."""
         now = time.monotonic()
         view = self._outlook.view(link, now, time.time(), self._linked())
+        self._view = view
         decision = self._forbearance(view, now) or membership.decide(view, self._settings, now)
         if decision.reason != self._reason:
             self._reason = decision.reason
@@ -125,6 +144,10 @@ class Decider:
             return replace(decision, wake_at=now + RETRY_S)
         return decision
 
+    def proved_gone(self, node: str) -> None:
+        """Its agent's port refuses connections: no outage of etcd is the reason for its missing key."""
+        self._proved_gone.add(node)
+
     def doubt(self) -> None:
         """etcd has just lost a key of ours, who live: what else is missing may live, too."""
         self._doubted = time.monotonic()
@@ -137,7 +160,7 @@ class Decider:
         if view.round is None or self._node not in view.members:
             self.doubt()
             return Decision("etcd has lost this node's own records, which are written again first")
-        missing = {*view.round.nodes, *view.acks} - {*view.members, *view.round.evicted}
+        missing = {*view.round.nodes, *view.acks} - {*view.members, *view.round.evicted, *self._proved_gone}
         wait_s = self._lease_s - min(self._coordination.connected_s, now - self._doubted)
         if not missing or wait_s <= 0:
             return None

@@ -3,7 +3,7 @@
 A link that breaks is also the fastest news of a death: where the other end's port then refuses connections, its
 agent is gone, and nobody waits for the lease.
 
-    hello {token, node, link}   sealed {round, step}   -> committed {round, step}
+    hello {token, node, link}   sealed {round, step}   -> committed {round, step}   -> host_etcd {learner}
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ from tenplexrun.errors import TenplexError, WireError
 PROBE_TIMEOUT_S = 1.0
 RETRY_S = 0.2
 FIRST_PROBE_S, LAST_PROBE_S = 0.02, 1.0
+INVITE_TIMEOUT_S = 40.0
 
 OnCommit = Callable[[int, int], Awaitable[None]]
 OnLost = Callable[[str, str], Awaitable[None]]
+OnInvite = Callable[[bool], Awaitable[None]]
 
 
 async def _ignore(*_: object) -> None:
@@ -59,6 +61,7 @@ class Links:
         self._token = token
         self._on_commit: OnCommit = _ignore
         self._on_lost: OnLost = _ignore
+        self._on_invite: OnInvite = _ignore
         self._peers: dict[Channel, _Peer] = {}
         self._commits = Commits(-1)
         self._followed: str | None = None
@@ -69,9 +72,10 @@ class Links:
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing = False
 
-    def bind(self, on_commit: OnCommit, on_lost: OnLost) -> None:
-        """`on_commit(round, step)` runs on every node; `on_lost(node, link)` when an agent is proved gone."""
-        self._on_commit, self._on_lost = on_commit, on_lost
+    def bind(self, on_commit: OnCommit, on_lost: OnLost, on_invite: OnInvite = _ignore) -> None:
+        """`on_commit(round, step)` runs on every node; `on_lost(node, link)` when an agent is proved gone;
+        `on_invite(learner)` where the decider wants a server of the run's etcd."""
+        self._on_commit, self._on_lost, self._on_invite = on_commit, on_lost, on_invite
 
     async def start(self, host: str) -> str:
         """Listen on a port that the system assigns. Returns the address."""
@@ -131,9 +135,12 @@ class Links:
             await asyncio.sleep(RETRY_S)
 
     async def _from_decider(self, _link: Channel, op: str, args: dict[str, Any]) -> None:
-        if op != "committed":
+        if op == "committed":
+            await self._on_commit(int(args["round"]), int(args["step"]))
+        elif op == "host_etcd":
+            await self._on_invite(bool(args["learner"]))
+        else:
             raise WireError(f"the decider has no business to ask {op!r}")
-        await self._on_commit(int(args["round"]), int(args["step"]))
 
     # --- the decider ----------------------------------------------------------------------------------------------
 
@@ -173,6 +180,16 @@ class Links:
         await link.wait_closed()
         peer = self._peers.pop(link)
         self._probe(peer.node, peer.link)
+
+    async def invite(self, address: str, learner: bool) -> None:
+        """Have the node whose link listens at this address host a server of the etcd. Raises what it raised."""
+        if address == self.address:
+            await self._on_invite(learner)
+            return
+        link = next((link for link, peer in self._peers.items() if peer.link == address), None)
+        if link is None:
+            raise WireError(f"no link to {address}")
+        await link.request("host_etcd", INVITE_TIMEOUT_S, learner=learner)
 
     def linked(self) -> set[str]:
         """The nodes that have a link to this one."""

@@ -14,10 +14,13 @@ from tenplexrun import channel
 from tenplexrun.agent.app import Agent, Launch
 from tenplexrun.agent.desk import Desk
 from tenplexrun.agent.environment import NodeFacts
+from tenplexrun.agent.etcd_members import Members
+from tenplexrun.agent.etcd_v3 import EtcdV3
 from tenplexrun.agent.events import EventLog
+from tenplexrun.agent.hosting import Hosting
 from tenplexrun.agent.links import Links
 from tenplexrun.agent.logs import WorkerLogs
-from tenplexrun.agent.meeting import find_meeting, own_host
+from tenplexrun.agent.meeting import find_meeting, named_ports, own_host
 from tenplexrun.agent.pool import Pool
 from tenplexrun.agent.processes import Processes, module_command
 from tenplexrun.agent.rendezvous import token_proof
@@ -25,6 +28,7 @@ from tenplexrun.agent.session import NodeServices
 from tenplexrun.agent.signals import Signals
 from tenplexrun.assignment import least_cost
 from tenplexrun.config import JobSpec
+from tenplexrun.core.hosting import FULL
 from tenplexrun.core.membership import Settings
 from tenplexrun.core.output import Output
 from tenplexrun.core.rounds import Member, Verdict
@@ -58,13 +62,19 @@ class Node:
         pool = self.pool
         host = own_host(spec.meeting.endpoints, spec.local_addr)
         await asyncio.gather(self._start_store(host), self._start_view())
-        watching = asyncio.ensure_future(self._keep_alive(host, died))
+        growing = spec.meeting.hosted and bool(spec.meeting.endpoints) and spec.max_nodes >= FULL
+        hosting = Hosting(self.processes, self.node_dir, self.events, host, growing)
+        watching = asyncio.ensure_future(self._keep_alive(host, hosting, died))
         store = StoreClient(str(self.node_dir / "store.sock"))
         view = ViewClient(str(self.node_dir / "view.sock"))
         links, desk = Links(self.node, self.token), Desk()
         logs = WorkerLogs(self.output, alias=f"{spec.run_id}_{self.node}")
-        meeting = await find_meeting(spec.meeting, spec.local_addr, self.processes, self.node_dir)
+        link = hosting.name = await links.start(host)
+        meeting = await find_meeting(spec.meeting, spec.local_addr, hosting)
         coordination = meeting.connect()
+        if growing and isinstance(coordination, EtcdV3):
+            hosting.members, hosting.named = Members(coordination), named_ports(spec.meeting.endpoints)
+            hosting.port = channel.split_host_port(meeting.endpoints[0])[1]
         try:
             store_address = channel.join_host_port(host, await store.hello())
             shown = await view.hello()
@@ -82,7 +92,7 @@ class Node:
             )
             await desk.start(f"unix:{self.node_dir / 'agent.sock'}")
             place = (spec.num_workers, spec.node_rank, spec.role, spec.rack)
-            member = Member(self.node, host, await links.start(host), store_address, *place)
+            member = Member(self.node, host, link, store_address, *place)
             services = NodeServices(
                 host=host,
                 facts=self._facts(store_address),
@@ -97,10 +107,10 @@ class Node:
             )
             await self._warm_up()
             member = replace(member, ready_s=round(time.monotonic() - self.began, 3))
-            rest = (spec.meeting.hosted, meeting.hosted, token_proof(self.token))
-            launch = Launch(spec.run_id, member, self._settings(), spec.timeouts.lease_s, *rest)
-            agent = Agent(launch, coordination, services, desk, died, signals)
-            agent.on_joined = lambda key: self.processes.set_cleanup(coordination.removals(key))
+            rest = (spec.timeouts.lease_s, spec.meeting.hosted, token_proof(self.token))
+            launch = Launch(spec.run_id, member, self._settings(), *rest)
+            agent = Agent(launch, coordination, services, desk, died, signals, hosting)
+            agent.on_joined = lambda key: self.processes.set_cleanup(coordination.removals(key) if key else ())
             return await agent.run()
         finally:
             watching.cancel()
@@ -192,7 +202,7 @@ class Node:
         }
         await self.processes.spawn("view", module_command("tenplexrun.vfs.server", json.dumps(config)))
 
-    async def _keep_alive(self, host: str, died: asyncio.Queue[Verdict]) -> None:
+    async def _keep_alive(self, host: str, hosting: Hosting, died: asyncio.Queue[Verdict]) -> None:
         """Start store and view again when they die; what cannot be replaced ends this node."""
         restart = {"store": lambda: self._start_store(host), "view": self._start_view}
         restarts: Counter[str] = Counter()
@@ -206,6 +216,10 @@ class Node:
                 died.put_nowait(
                     Verdict(max(ended.code, 1), f"the {ended.name} of this node gave up; its reason is above")
                 )
-            elif ended.name in ("etcd", "guardian"):
-                reason = f"the {ended.name} of this node ended with {ended.code}; start the node again"
+            elif ended.name == "etcd":
+                reason = hosting.ended(ended.pid, ended.code)
+                if reason is not None:
+                    died.put_nowait(Verdict(ProcessError.exit_code, reason))
+            elif ended.name == "guardian":
+                reason = f"the guardian of this node ended with {ended.code}; start the node again"
                 died.put_nowait(Verdict(ProcessError.exit_code, reason))
