@@ -22,7 +22,6 @@ from tenplexrun.agent.outage import PERSIST_S, Patience
 from tenplexrun.agent.rendezvous import bury, join_run, leave_run, resume
 from tenplexrun.agent.session import NodeServices, Session
 from tenplexrun.agent.signals import Signals
-from tenplexrun.agent.steward import Steward
 from tenplexrun.core import lifecycle as lc
 from tenplexrun.core import rounds
 from tenplexrun.core.lifecycle import Lifecycle
@@ -112,8 +111,7 @@ class Agent:
         self.on_joined(self._lease.key)
         self._round_seen, events = None, services.events
         events.emit("joined", folder=self._folder, link=member.link, store=member.store, workers=member.num_workers)
-        links, members = services.links, self._hosting.members
-        steward = None if members is None else Steward(members, links.invite, events, self._hosting.named)
+        links, steward = services.links, self._hosting.steward(services.links.invite)
         arguments = (launch.settings, services.store.layout, events, launch.lease_s, links.linked, steward)
         self._decider = Decider(self._coordination, self._folder, *arguments)
         self._membership = [
@@ -176,10 +174,8 @@ class Agent:
         await leave_run(self._coordination, self._folder, lease)
         self.on_joined("")
         if self._verdict.done():
-            await self._hosting.outlast(self._others, self._signals)
-
-    async def _others(self) -> bool:
-        return bool(await self._coordination.list(f"{self._folder}/members"))
+            others = functools.partial(self._coordination.list, f"{self._folder}/members")
+            await self._hosting.outlast(others, self._signals)
 
     def _finish(self, verdict: Verdict) -> None:
         """End with this verdict, or with the one that all nodes have been told."""
@@ -245,6 +241,8 @@ class Agent:
 
     async def _on_lost(self, node: str, link: str) -> None:
         """An agent's port refuses connections: it is gone. Say so in the store, which then says so to all."""
+        if self._verdict.done():
+            return  # so do all now
         self._services.events.emit("agent_gone", lost=node, link=link)
         self._decider.proved_gone(node)
         await self._persistently(functools.partial(bury, self._coordination, self._folder, node), math.inf)

@@ -111,13 +111,13 @@ class Decider:
 
     def _hosts(self) -> list[Candidate]:
         """Who may host the etcd, those that have been there longest first; none before the first round has formed."""
-        view = self._view
-        if view is None or view.round is None or view.round.phase != "running":
+        view, linked = self._view, self._linked()
+        if view is None or view.round is None or not view.round.participants or view.round.phase == "ended":
             return []
-        round_, evicted = view.round, view.round.evicted
-        here = [member for member in view.members.values() if member.node not in evicted]
+        round_ = view.round
+        here = [member for member in view.members.values() if member.node not in round_.evicted]
         here.sort(key=lambda member: (member.node not in round_.nodes, view.seen[member.node]))
-        return [Candidate(member.link, member.host) for member in here]
+        return [Candidate(member.link, member.host, member.node in linked) for member in here]
 
     async def _follow(self) -> None:
         async for content in self._coordination.watch(self._folder):

@@ -116,9 +116,9 @@ class Etcd:
         self.endpoints, self._connect = tuple(endpoints), connect
         self._since = self._answered = time.monotonic()
         self._failed = False  # since the last answer
-        self._servers = self._to_servers(REQUEST_TIMEOUT_S)
         self._threads = ThreadPoolExecutor(4, thread_name_prefix="etcd")
         self._stop = threading.Event()  # ends the threads of watches and leases
+        self._servers = self._to_servers(REQUEST_TIMEOUT_S)
 
     @property
     def connected_s(self) -> float:
@@ -200,7 +200,10 @@ class Etcd:
         return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: call(operation, GIVE_UP_S))
 
     def _to_servers(self, timeout_s: float) -> Servers:
-        return Servers(lambda: self.endpoints, lambda endpoint: self._connect(endpoint, timeout_s), self._noticed)
+        def connect(endpoint: str) -> Server:
+            return self._connect(endpoint, timeout_s)
+
+        return Servers(lambda: self.endpoints, connect, self._noticed, self._stop)
 
     def _noticed(self, answered: bool) -> None:
         """Called after each request, from any thread."""
@@ -260,8 +263,9 @@ class Servers:
         endpoints: Callable[[], tuple[str, ...]],
         connect: Callable[[str], Server],
         noticed: Callable[[bool], None],
+        closed: threading.Event,
     ) -> None:
-        self._endpoints, self._connect, self._noticed = endpoints, connect, noticed
+        self._endpoints, self._connect, self._noticed, self._closed = endpoints, connect, noticed, closed
         self._servers: dict[str, Server] = {}
         self._current = ""
 
@@ -275,7 +279,7 @@ class Servers:
             except Unavailable as error:
                 self._noticed(False)
                 self._choose(after=endpoint)
-                if time.monotonic() >= end:
+                if time.monotonic() >= end or self._closed.is_set():
                     raise CoordinationError(self._explain(error)) from error
             except CompareFailedError:
                 raise

@@ -16,6 +16,7 @@ from tenplexrun.agent.etcd_members import Members
 from tenplexrun.agent.events import EventLog
 from tenplexrun.agent.processes import Processes
 from tenplexrun.agent.signals import Signals
+from tenplexrun.agent.steward import Ask, Steward
 from tenplexrun.channel import join_host_port
 from tenplexrun.errors import CoordinationError, ProcessError
 
@@ -52,6 +53,10 @@ class Hosting:
     def sole(self) -> bool:
         """The run's etcd ends with this node."""
         return self.active and self._voters == {self.name}
+
+    def steward(self, ask: Ask) -> Steward | None:
+        """Who looks after the run's etcd where the decider is; None if there is nothing to look after."""
+        return None if self.members is None else Steward(self.members, ask, self._events, self.named)
 
     async def start(self, host: str, port: int) -> str:
         """Start the first server. Returns its endpoint. Raises ProcessError."""
@@ -115,7 +120,7 @@ class Hosting:
                 break
             await asyncio.sleep(REMOVAL_PAUSE_S)
 
-    async def outlast(self, others: Callable[[], Awaitable[bool]], signals: Signals) -> None:
+    async def outlast(self, others: Callable[[], Awaitable[object]], signals: Signals) -> None:
         """This node has left the run: serve until another server has taken over, or no `others` are left. Where several
         nodes host, none may miss that because another one has gone."""
         patient_until = time.monotonic() + LEAVE_TIMEOUT_S
@@ -135,9 +140,11 @@ class Hosting:
         endpoints = tuple(sorted(each.endpoint for each in voters if each.endpoint is not None))
         if not endpoints or endpoints == self.members.etcd.endpoints:
             return False
+        alone = len(endpoints) == len(self.members.etcd.endpoints) == 1
         self.members.etcd.endpoints = endpoints
         self._events.emit("etcd_served", endpoints=endpoints)
-        self._events.say(f"etcd is served at {', '.join(endpoints)}")
+        if not alone:  # else only its name has become an address
+            self._events.say(f"etcd is served at {', '.join(endpoints)}")
         return True
 
     def _data(self) -> str:

@@ -34,10 +34,12 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A living node, by its agent's link. `named`: in --rdzv-endpoint, where newcomers will look for a server."""
+    """A living node, by its agent's link. `linked`: it can be asked now. `named`: in --rdzv-endpoint, where newcomers
+    will look for a server."""
 
     link: str
     host: str
+    linked: bool = True
     named: bool = False
 
 
@@ -91,16 +93,17 @@ def next_step(
         return _remove(lost[0], good, leader)
     if any(not server.name for server in servers) or not good:
         return None
-    if learner is not None and not guests:
-        return Remove(learner.id)
-    if learner is not None:
-        settled = now >= learner.since + SETTLE_S
-        return Promote(learner.id, Invite(guests[0].link, False)) if settled else None
-    if len(voters) == 1 and len(guests) >= FULL - 1:
-        return Invite(guests[0].link, learner=True)
+    if len(servers) + len(guests) < FULL:  # one is safer than two
+        spare = learner or (_follower(voters, leader) if len(voters) == FULL - 1 else None)
+        return None if spare is None else Remove(spare.id)
+    if len(voters) == FULL or not guests[0].linked:
+        return None
     if len(voters) == FULL - 1:
-        return Invite(guests[0].link, learner=False) if guests else _remove(_follower(voters, leader), voters, leader)
-    return None
+        return Invite(guests[0].link, learner=False)
+    if learner is None:
+        return Invite(guests[0].link, learner=True)
+    settled = now >= learner.since + SETTLE_S
+    return Promote(learner.id, Invite(guests[0].link, learner=False)) if settled else None
 
 
 def _lives(server: Server, living: Collection[str], now: float) -> bool:
@@ -112,7 +115,7 @@ def _guests(servers: Sequence[Server], nodes: Sequence[Candidate], refused: Coll
     names = {server.name for server in servers}
     taken = {node.host for node in nodes if node.link in names}
     free = [node for node in nodes if node.link not in names and node.link not in refused]
-    return sorted(free, key=lambda node: (node.host in taken, not node.named))
+    return sorted(free, key=lambda node: (not node.linked, node.host in taken, not node.named))
 
 
 def _follower(voters: Sequence[Server], leader: str) -> Server:

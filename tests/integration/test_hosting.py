@@ -6,11 +6,14 @@ import asyncio
 import contextlib
 import itertools
 import os
+import signal
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 
 import pytest
+from cluster import descendants
 
 from tenplexrun.agent import meeting
 from tenplexrun.agent.etcd_members import Listed, Members
@@ -143,6 +146,10 @@ def check(test: Test) -> None:
     asyncio.run(bounded())
 
 
+def name_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/comm").read_text().strip()
+
+
 def client(nodes: Nodes, name: str) -> EtcdV3:
     members = nodes.all[name].members
     assert members is not None
@@ -206,5 +213,40 @@ def test_who_is_named_first_has_its_turn(monkeypatch: pytest.MonkeyPatch) -> Non
         await asyncio.sleep(1.0)
         assert await nodes.meets("a", "ab")
         assert not await later
+
+    check(test)
+
+
+def test_the_second_server_may_be_lost_before_there_is_a_third() -> None:
+    async def test(nodes: Nodes) -> None:
+        await nodes.add("a")
+        nodes.steward("a")
+        for name in "bcd":
+            await nodes.add(name, client(nodes, "a").endpoints[0])
+        while not nodes.all["b"].active:
+            await asyncio.sleep(0.05)
+        await nodes.lose("b")
+        await client(nodes, "d").put("k", "1")
+        await nodes.until_hosted_by("acd", "d")
+
+    check(test)
+
+
+def test_a_server_that_dies_alone_is_replaced_by_a_new_one() -> None:
+    """Its node lives on, and withdraws it; its data is never used again."""
+
+    async def test(nodes: Nodes) -> None:
+        await nodes.add("a")
+        nodes.steward("a")
+        for name in "bc":
+            await nodes.add(name, client(nodes, "a").endpoints[0])
+        await nodes.until_hosted_by("abc", "c")
+        before = {each.id for each in await nodes.servers("a")}
+        [pid] = [pid for pid in descendants(nodes.processes["b"]._process.pid) if name_of(pid) == "etcd"]
+        os.kill(pid, signal.SIGKILL)
+        while len(before & {each.id for each in await nodes.servers("a")}) == 3:
+            await asyncio.sleep(0.2)
+        await nodes.until_hosted_by("abc", "c")
+        assert len(before & {each.id for each in await nodes.servers("a")}) == 2
 
     check(test)

@@ -25,7 +25,7 @@ LATER = 100.0
 
 
 def nodes(names: str, named: str = "") -> list[Candidate]:
-    return [Candidate(name, f"host {name}", name in named) for name in names]
+    return [Candidate(name, f"host {name}", named=name in named) for name in names]
 
 
 def step(
@@ -75,6 +75,13 @@ def test_a_learner_is_connected_for_a_while_before_it_votes() -> None:
 def test_who_cannot_host_is_passed_over() -> None:
     assert step("a", "abcd", refused=["b"]) == Invite("c", learner=True)
     assert step("a", "abc", refused=["b"]) is None, "a second one would be of no use"
+
+
+def test_who_has_no_link_yet_is_waited_for() -> None:
+    two = [Server("a", "a", True), Server("b", "b", True)]
+    silent = [replace(node, linked=node.link != "c") for node in nodes("abc")]
+    assert next_step(two, "a", silent, (), LATER) is None
+    assert next_step(two, "a", [*silent, Candidate("d", "host d")], (), LATER) == Invite("d", learner=False)
 
 
 def test_other_machines_then_names_of_the_endpoint_then_the_oldest_come_first() -> None:
