@@ -19,7 +19,7 @@ from tenplexrun.agent.desk import Desk
 from tenplexrun.agent.hosting import LEAVE_TIMEOUT_S, URGENT_S, Hosting
 from tenplexrun.agent.links import is_gone
 from tenplexrun.agent.outage import PERSIST_S, Patience
-from tenplexrun.agent.rendezvous import bury, join_run, leave_run, resume
+from tenplexrun.agent.rendezvous import Held, bury, join_run, leave_run, resume
 from tenplexrun.agent.session import NodeServices, Session
 from tenplexrun.agent.signals import Signals
 from tenplexrun.core import lifecycle as lc
@@ -77,7 +77,7 @@ class Agent:
         self._verdict: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._membership: list[asyncio.Task[Any]] = []
-        services.links.bind(self._on_commit, self._on_lost, hosting.join)
+        services.links.bind(self._on_commit, self._on_lost)
 
     # --- life -----------------------------------------------------------------------------------------------------
 
@@ -111,8 +111,8 @@ class Agent:
         self.on_joined(self._lease.key)
         self._round_seen, events = None, services.events
         events.emit("joined", folder=self._folder, link=member.link, store=member.store, workers=member.num_workers)
-        links, steward = services.links, self._hosting.steward(services.links.invite)
-        arguments = (launch.settings, services.store.layout, events, launch.lease_s, links.linked, steward)
+        steward = self._hosting.steward(services.links.invite)
+        arguments = (launch.settings, services.store.layout, events, launch.lease_s, services.links.linked, steward)
         self._decider = Decider(self._coordination, self._folder, *arguments)
         self._membership = [
             self._spawn(self._follow_round()),
@@ -123,7 +123,7 @@ class Agent:
     async def _watch_lease(self, lease: Lease) -> None:
         await lease.lost.wait()
         self._services.events.emit("lease_lost")
-        self._decider.doubt()
+        self._decider.forbearance.doubt(time.monotonic())
         self._spawn(self._persistently(self._resume, math.inf))
 
     async def _resume(self) -> None:
@@ -132,7 +132,8 @@ class Agent:
             self._folder = ""  # nothing has begun
         else:
             launch, seen = self._launch, self._round_seen
-            found = await resume(self._coordination, launch.run_id, self._folder, self._member, seen, launch.lease_s)
+            held = Held(launch.run_id, self._folder, seen, launch.proof)
+            found = await resume(self._coordination, held, self._member, launch.lease_s)
             if found == "ended":
                 return  # the watch of the round brings the verdict
             if found != "moved":
@@ -174,8 +175,7 @@ class Agent:
         await leave_run(self._coordination, self._folder, lease)
         self.on_joined("")
         if self._verdict.done():
-            others = functools.partial(self._coordination.list, f"{self._folder}/members")
-            await self._hosting.outlast(others, self._signals)
+            await self._hosting.outlast(lambda: self._coordination.list(f"{self._folder}/members"), self._signals)
 
     def _finish(self, verdict: Verdict) -> None:
         """End with this verdict, or with the one that all nodes have been told."""
@@ -190,7 +190,7 @@ class Agent:
         async for content in self._coordination.watch(key):
             if key in content:
                 self._round_seen = content[key]
-                self._decider.has_round = True
+                self._decider.forbearance.has_round = True
                 round_ = rounds.round_from_json(json.loads(content[key].value))
                 self._services.links.follow(round_.decider)
                 if round_.phase == "running" and round_.decider == self._member.link:
@@ -230,7 +230,7 @@ class Agent:
         if session is None or session.round.nodes[0] != self._member.node:
             return published
         left = max(0, self._launch.settings.max_restarts - session.round.failures)
-        document = json.dumps({"round": session.round.number, "step": session.hold(None), "restarts_left": left})
+        document = json.dumps({**session.progress(), "restarts_left": left})
         if document != published:
             await self._coordination.put(f"{self._folder}/progress", document)
         return document
@@ -241,10 +241,10 @@ class Agent:
 
     async def _on_lost(self, node: str, link: str) -> None:
         """An agent's port refuses connections: it is gone. Say so in the store, which then says so to all."""
-        if self._verdict.done():
-            return  # so do all now
+        if self._verdict.done():  # so do all now
+            return
         self._services.events.emit("agent_gone", lost=node, link=link)
-        self._decider.proved_gone(node)
+        self._decider.forbearance.proved_gone.add(node)
         await self._persistently(functools.partial(bury, self._coordination, self._folder, node), math.inf)
 
     def _on_signal(self, signum: signal.Signals) -> None:
@@ -356,7 +356,7 @@ class Agent:
     def _tell_victims(self, session: Session) -> None:
         round_ = self._machine.round
         failure = None if round_ is None else round_.verdict.failure if round_.verdict else round_.first_failure
-        if failure is not None and round_ is not None and (round_.verdict or round_.cause.kind == "worker_failed"):
+        if failure is not None and round_ is not None and (round_.verdict or round_.cause.kind in rounds.FAILURES):
             found = session.victims(failure)
             if found:
                 self._services.events.say(f"rank {failure.rank} failed first; its victims here: {found}")

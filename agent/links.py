@@ -3,7 +3,8 @@
 A link that breaks is also the fastest news of a death: where the other end's port then refuses connections, its
 agent is gone, and nobody waits for the lease.
 
-    hello {token, node, link}   sealed {round, step}   -> committed {round, step}   -> host_etcd {learner}
+    hello {token, node, link}   -> host_etcd {learner}
+    sealed {round, step, held, committed}   -> replicate {round, step}   -> committed {round, step}
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 from tenplexrun import channel
 from tenplexrun.channel import Channel
-from tenplexrun.core.commits import Commits
+from tenplexrun.core.commits import Commits, News
 from tenplexrun.errors import TenplexError, WireError
 
 PROBE_TIMEOUT_S = 1.0
@@ -27,6 +28,7 @@ INVITE_TIMEOUT_S = 40.0
 
 OnCommit = Callable[[int, int], Awaitable[None]]
 OnLost = Callable[[str, str], Awaitable[None]]
+OnReplicate = Callable[[int, int], None]
 OnInvite = Callable[[bool], Awaitable[None]]
 
 
@@ -61,21 +63,24 @@ class Links:
         self._token = token
         self._on_commit: OnCommit = _ignore
         self._on_lost: OnLost = _ignore
-        self._on_invite: OnInvite = _ignore
+        self.on_replicate: OnReplicate = lambda round_number, step: None
+        """Called on every node once all have sealed a snapshot of which some owe parts to others."""
+        self.on_invite: OnInvite = _ignore
+        """Called where the decider wants a server of the run's etcd; `learner`: without a vote at first."""
         self._peers: dict[Channel, _Peer] = {}
         self._commits = Commits(-1)
         self._followed: str | None = None
         self._decider: Channel | None = None
         self._last_report: dict[str, Any] | None = None
+        self._committed = (-1, -1)  # round, step
         self._follower: asyncio.Task[None] | None = None
         self._server: asyncio.AbstractServer | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing = False
 
-    def bind(self, on_commit: OnCommit, on_lost: OnLost, on_invite: OnInvite = _ignore) -> None:
-        """`on_commit(round, step)` runs on every node; `on_lost(node, link)` when an agent is proved gone;
-        `on_invite(learner)` where the decider wants a server of the run's etcd."""
-        self._on_commit, self._on_lost, self._on_invite = on_commit, on_lost, on_invite
+    def bind(self, on_commit: OnCommit, on_lost: OnLost) -> None:
+        """`on_commit(round, step)` runs on every node; `on_lost(node, link)` when an agent is proved gone."""
+        self._on_commit, self._on_lost = on_commit, on_lost
 
     async def start(self, host: str) -> str:
         """Listen on a port that the system assigns. Returns the address."""
@@ -112,9 +117,11 @@ class Links:
         if self._decider is not None:
             await self._decider.close()
 
-    def report(self, round_number: int, step: int) -> None:
-        """This node has sealed its part of a snapshot. Said again to whoever decides later."""
-        self._last_report = {"round": round_number, "step": step}
+    def report(self, round_number: int, step: int, held: bool = True) -> None:
+        """This node has sealed its part of a snapshot; `held`: and has what it owes of it. Said again to whoever
+        decides later, with the newest commit heard of: not all may have heard of that."""
+        committed = self._committed[1] if self._committed[0] == round_number else None
+        self._last_report = {"round": round_number, "step": step, "held": held, "committed": committed}
         if self._decider is not None:
             self._decider.notify("sealed", **self._last_report)
 
@@ -135,10 +142,15 @@ class Links:
             await asyncio.sleep(RETRY_S)
 
     async def _from_decider(self, _link: Channel, op: str, args: dict[str, Any]) -> None:
-        if op == "committed":
-            await self._on_commit(int(args["round"]), int(args["step"]))
+        if op == "replicate":
+            self.on_replicate(int(args["round"]), int(args["step"]))
         elif op == "host_etcd":
-            await self._on_invite(bool(args["learner"]))
+            await self.on_invite(bool(args["learner"]))
+        elif op == "committed":
+            self._committed = int(args["round"]), int(args["step"])
+            if self._last_report is not None and self._last_report["round"] == self._committed[0]:
+                self._last_report["committed"] = self._committed[1]
+            await self._on_commit(*self._committed)
         else:
             raise WireError(f"the decider has no business to ask {op!r}")
 
@@ -146,7 +158,8 @@ class Links:
 
     def expect(self, round_number: int, nodes: Iterable[str]) -> None:
         """A round runs with these nodes: their reports make its commits."""
-        self._commit(self._commits_of(round_number).expect(nodes))
+        commits = self._commits_of(round_number)
+        self._tell(commits, commits.expect(nodes), self._peers)
 
     async def _serve(self, link: Channel, op: str, args: dict[str, Any]) -> dict[str, Any] | None:
         if op == "hello":
@@ -159,10 +172,11 @@ class Links:
         if op != "sealed" or peer is None:
             raise WireError(f"no such message on a link, or no token was shown: {op!r}")
         commits = self._commits_of(int(args["round"]))
-        step = commits.sealed(peer.node, int(args["step"]))
-        if step is None and commits.committed is not None:  # said again after a break: so is the answer
-            link.notify("committed", round=commits.round, step=commits.committed)
-        self._commit(step)
+        known = None if args["committed"] is None else int(args["committed"])
+        news = commits.report(peer.node, int(args["step"]), bool(args["held"]), known)
+        if news == News():  # said again after a break: so is the answer
+            self._tell(commits, commits.known, [link])
+        self._tell(commits, news, self._peers)
         return None
 
     def _commits_of(self, round_number: int) -> Commits:
@@ -171,10 +185,11 @@ class Links:
         # What is said of an older round is counted nowhere.
         return self._commits if round_number == self._commits.round else Commits(round_number)
 
-    def _commit(self, step: int | None) -> None:
-        if step is not None:
-            for link in self._peers:
-                link.notify("committed", round=self._commits.round, step=step)
+    def _tell(self, commits: Commits, news: News, links: Iterable[Channel]) -> None:
+        for op, step in (("committed", news.commit), ("replicate", news.replicate)):
+            if step is not None:
+                for link in links:
+                    link.notify(op, round=commits.round, step=step)
 
     async def _until_closed(self, link: Channel) -> None:
         await link.wait_closed()
@@ -184,7 +199,7 @@ class Links:
     async def invite(self, address: str, learner: bool) -> None:
         """Have the node whose link listens at this address host a server of the etcd. Raises what it raised."""
         if address == self.address:
-            await self._on_invite(learner)
+            await self.on_invite(learner)
             return
         link = next((link for link, peer in self._peers.items() if peer.link == address), None)
         if link is None:

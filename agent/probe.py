@@ -50,6 +50,16 @@ def catches(pid: int, signum: int) -> bool:
     return bool(_status(pid, "SigCgt:", 16) >> (signum - 1) & 1)
 
 
+def state(pid: int) -> str:
+    """As in /proc/PID/stat: "T" if a signal has stopped it, "D" in uninterruptible sleep; "t" if it is traced, whatever
+    it does; "" if it is gone."""
+    if _status(pid, "TracerPid:", 10):
+        return "t"
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return ""
+
+
 def _status(pid: int, field: str, base: int) -> int:
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
@@ -62,7 +72,12 @@ async def responsive(pids: Collection[int], control: Path, send: Send) -> set[in
     """Those that would act on SIGTERM by a handler: they answer within 200 ms, or cannot be asked (exec'ed)."""
     catching = {pid for pid in pids if catches(pid, signal.SIGTERM)}
     asked = {pid for pid in catching if catches(pid, PROBE)}
-    found = catching - asked
+    return catching - asked | await answering(asked, control, send)
+
+
+async def answering(pids: Collection[int], control: Path, send: Send) -> set[int]:
+    """Those whose main thread runs Python code, as far as they can be asked: they answer within 200 ms."""
+    asked, found = {pid for pid in pids if catches(pid, PROBE)}, set[int]()
     try:
         for pid in asked:
             send(pid, PROBE)
@@ -78,10 +93,12 @@ async def responsive(pids: Collection[int], control: Path, send: Send) -> set[in
 
 async def dump_stacks(pids: Collection[int], send: Send) -> str:
     """Have every worker's stacks written to its stderr, or to ours where py-spy has to look. Returns what could not be
-    done, "" if nothing."""
+    done, "" if nothing. Stopped workers go on: they hear of it only so."""
     prepared = {pid for pid in pids if catches(pid, DUMP)}
     for pid in prepared:
         send(pid, DUMP)
+        if state(pid) == "T":
+            send(pid, signal.SIGCONT)
     silent = sorted(set(pids) - prepared)
     py_spy = shutil.which("py-spy", path=os.pathsep.join([os.environ.get("PATH", ""), os.path.dirname(sys.executable)]))
     if py_spy is None:

@@ -11,6 +11,7 @@ import os
 import time
 import uuid
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -29,6 +30,11 @@ def run_folder(run_id: str) -> str:
 def current_key(run_id: str) -> str:
     """Key whose value names the run's current epoch."""
     return f"{run_folder(run_id)}/current"
+
+
+def _current(epoch: str, proof: str) -> str:
+    """That value: with what guards the joins, see `token_proof`."""
+    return json.dumps({"epoch": epoch, "proof": proof})
 
 
 async def run_ids(coordination: Coordination) -> list[str]:
@@ -88,7 +94,7 @@ async def join_run(
             await lease.release()
             continue
         epoch = uuid.uuid4().hex[:12]
-        current = json.dumps({"epoch": epoch, "proof": proof})
+        current = _current(epoch, proof)
         folder = f"{run_folder(run_id)}/{epoch}"
         # The member first: an epoch without one counts as left behind, and anybody may replace it.
         lease = await coordination.hold(f"{folder}/members/{member.node}", document, ttl_s)
@@ -102,37 +108,48 @@ async def join_run(
             await lease.release()
 
 
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a member knows of its run: the epoch's folder, the round as it has seen it last, the token's proof."""
+
+    run_id: str
+    folder: str
+    round: KeyValue
+    proof: str
+
+
 async def resume(
-    coordination: Coordination, run_id: str, folder: str, member: Member, held: KeyValue, ttl_s: float
+    coordination: Coordination, held: Held, member: Member, ttl_s: float
 ) -> Lease | Literal["moved", "ended"]:
     """The key of a living member is gone: it ran out in an outage, somebody removed it, or the store came back empty.
 
-    `held`: the round as this node has seen it last. While the run is still in it, the member is written again under the
-    same name. "moved": the others go on without this node. Raises RunGoneError.
+    While the run is still in the round held, the member is written again under the same name. "moved": the others go on
+    without this node. Raises RunGoneError.
     """
-    known = round_from_json(json.loads(held.value))
+    run_id, known = held.run_id, round_from_json(json.loads(held.round.value))
     if known.phase == "ended":
         return "ended"
     if await coordination.get(current_key(run_id)) is None:
-        await _restore(coordination, run_id, folder, held)
+        await _restore(coordination, held)
     current = await coordination.get(current_key(run_id))
-    if current is None or folder != f"{run_folder(run_id)}/{json.loads(current.value)['epoch']}":
+    if current is None or held.folder != f"{run_folder(run_id)}/{json.loads(current.value)['epoch']}":
         raise RunGoneError(f"the run {run_id} was started anew while etcd, or this node, was away; start it again")
-    standing = await _standing(coordination, held.key, known, member.node)
+    standing = await _standing(coordination, held.round.key, known, member.node)
     if standing is not None:
         return standing
-    lease = await coordination.hold(f"{folder}/members/{member.node}", json.dumps(to_json(member)), ttl_s)
-    standing = await _standing(coordination, held.key, known, member.node)  # or they went on at that moment
+    lease = await coordination.hold(f"{held.folder}/members/{member.node}", json.dumps(to_json(member)), ttl_s)
+    standing = await _standing(coordination, held.round.key, known, member.node)  # or they went on at that moment
     if standing is None:
         return lease
     await lease.release()
     return standing
 
 
-async def _restore(coordination: Coordination, run_id: str, folder: str, held: KeyValue) -> None:
+async def _restore(coordination: Coordination, held: Held) -> None:
     """An emptied store: every node puts back what it holds, and the first one wins. The round comes first, so that an
     epoch that is named is never without it."""
-    for key, text in ((held.key, held.value), (current_key(run_id), json.dumps({"epoch": folder.rsplit("/", 1)[1]}))):
+    current = _current(held.folder.rsplit("/", 1)[1], held.proof)
+    for key, text in ((held.round.key, held.round.value), (current_key(held.run_id), current)):
         with contextlib.suppress(CompareFailedError):
             await coordination.create(key, text)
 
@@ -145,9 +162,7 @@ async def _standing(coordination: Coordination, key: str, known: Round, node: st
     round_ = round_from_json(json.loads(found.value))
     if round_.phase == "ended":
         return "ended"
-    # The watch may have brought the round that was formed without this node before it knew that its key is gone.
-    without = round_.phase == "running" and node not in (*round_.nodes, *round_.spares)
-    return "moved" if without or round_.number != known.number or node in round_.evicted else None
+    return "moved" if round_.without(node) or round_.number != known.number else None
 
 
 async def _lives_on(coordination: Coordination, run_id: str, gone: Gone | None) -> bool:

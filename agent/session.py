@@ -21,14 +21,17 @@ from typing import Any
 from tenplexrun.agent import error_file
 from tenplexrun.agent.environment import NodeFacts, worker_env
 from tenplexrun.agent.events import EventLog
+from tenplexrun.agent.hangs import HangWatcher
 from tenplexrun.agent.links import Links
 from tenplexrun.agent.logs import WorkerLogs
+from tenplexrun.agent.replication import Replication
 from tenplexrun.agent.transformer import Restored, Transformer
 from tenplexrun.agent.workers import End, Workers, victims
 from tenplexrun.core.control import NONE, ControlPage, num_bytes
+from tenplexrun.core.hang import Bounds, Hang, Watch
 from tenplexrun.core.lifecycle import Event, StopWorkers, WorkersEnded
 from tenplexrun.core.rounds import Failure, Round
-from tenplexrun.errors import LayoutError, ProcessError, TenplexError
+from tenplexrun.errors import LayoutError, ProcessError, TenplexError, WorkerHungError
 from tenplexrun.ports import StoreClient, ViewClient, WorkerExit, WorkerPool, WorkerSpec
 
 POLL_S = 0.002
@@ -49,6 +52,7 @@ class NodeServices:
     logs: WorkerLogs
     events: EventLog
     data: Mapping[str, Any] | None
+    hangs: Bounds
 
 
 class Session:
@@ -69,9 +73,11 @@ class Session:
         self._values: dict[int, dict[str, Any]] = {}
         self._sealing_step = self._sealed_step = NONE
         self._seal: asyncio.Task[None] | None = None
+        self._replication = Replication(node, round_, services.store, services.links, services.events)
         self._views: dict[tuple[int, str], asyncio.Future[str]] = {}
         self._restored: asyncio.Task[Restored] | None = None
         self._starting: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
 
     # --- start ----------------------------------------------------------------------------------------------------
 
@@ -97,6 +103,7 @@ class Session:
             started = time.time()
             pids = await services.pool.spawn(specs, host_store=self._mine.first_rank == 0)
             self._workers.started(pids)
+            self._watching = asyncio.ensure_future(self._watch_for_hangs())
             services.events.emit("spawned", round=number, began=started, seconds=time.time() - started, pids=pids)
         except TenplexError as error:
             self._fail_here("start of the workers", error)
@@ -142,11 +149,16 @@ class Session:
             raise LayoutError(f"the script built a mesh of {config}, the round has {self.round.parallel.to_json()}")
         if self._slots is None:
             self._digest = json.dumps(layout, sort_keys=True)
-            opening = self._services.store.open_round(self.round.number, layout, config, list(self._mine.ranks))
-            self._slots = asyncio.ensure_future(opening)
+            self._slots = asyncio.ensure_future(self._open(layout, config))
         elif json.dumps(layout, sort_keys=True) != self._digest:
             raise LayoutError("two ranks of this node declare different layouts of the job's state")
         return await asyncio.shield(self._slots)
+
+    async def _open(self, layout: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+        ranks, buddy = list(self._mine.ranks), self._replication.claim
+        opened = await self._services.store.open_round(self.round.number, layout, config, ranks, buddy)
+        self._replication.opened(opened)
+        return {"slots": opened["slots"], "replicated": opened["replicated"]}
 
     def _on_sealed(self, step: int, slot: int, values: dict[str, Any] | None) -> None:
         """A rank has written its part. When the last of this node has, the store makes it a snapshot."""
@@ -166,8 +178,8 @@ class Session:
             self._fail_here(f"snapshot of step {step}", error)
             return
         self._sealed_step = step
-        self._services.links.report(self.round.number, step)
         self._services.events.emit("sealed", round=self.round.number, step=step)
+        self._replication.sealed(step, slot)
 
     async def _show(self, order: Mapping[str, Any], dp_rank: int) -> str:
         held = [holding for source in (self.round.sources or {}).values() for holding in source.holdings]
@@ -181,7 +193,7 @@ class Session:
         return await asyncio.shield(self._views[key])
 
     async def committed(self, step: int) -> None:
-        """Every node has sealed `step` of this round."""
+        """Every node has sealed `step` of this round, and it is on as many as asked."""
         try:
             await self._services.store.commit(self.round.number, step)
         except TenplexError as error:
@@ -206,15 +218,22 @@ class Session:
     async def stop(self, order: StopWorkers) -> None:
         """End all workers. Returns when none lives."""
         self._stopping = True
-        for task in filter(None, [self._starting, self._restored]):
+        for task in filter(None, [self._starting, self._restored, self._watching]):
             task.cancel()
         await self._workers.stop(order, self._leave)
+        await self._replication.stop()
         if self._seal is not None:
             await asyncio.wait([self._seal])  # what was written whole must be in the inventory
         await self._services.pool.sweep()
         self._services.logs.close_round(self.round.number)
         with contextlib.suppress(TenplexError, asyncio.TimeoutError):  # dead or stopped: the next round need not wait
             await asyncio.wait_for(self._services.view.drop(self.round.number), DROP_TIMEOUT_S)
+
+    def progress(self) -> dict[str, Any]:
+        """For people: the step begun, the newest snapshots, on how many nodes each part of a committed one is."""
+        copies = min(self.round.replicas, len(self.round.participants))
+        snapshots = {"committed": self._newest_commit(), "sealed": self._sealed_step, "copies": copies}
+        return {"round": self.round.number, "step": self.hold(None), **snapshots}
 
     def pass_on(self, signum: int) -> tuple[int, int]:
         """A signal for the script: to how many workers it went, and how many there are."""
@@ -238,6 +257,25 @@ class Session:
         elif not self._workers:
             self._put(WorkersEnded(self.round.number, None, self._newest_commit()))
 
+    async def _watch_for_hangs(self) -> None:
+        if self._services.hangs.never:
+            return
+        watch = Watch(self._services.hangs, self.round.snapshot.step if self.round.snapshot else 0)
+        watcher = HangWatcher(watch, self._page, self._services.control, self._workers.alive)
+        hang = await watcher.found(self._services.pool.signal)
+        if not self._stopping and not self._failed:
+            self._fail(self._hung(hang))
+
+    def _hung(self, hang: Hang) -> Failure:
+        local_rank = hang.ranks[0]
+        rank = self._mine.first_rank + local_rank
+        pid = next((pid for pid, known in self._workers.alive.items() if known == local_rank), 0)
+        folder = self._services.logs.folder(self.round.number, rank)
+        stacks = f"stacks in {folder / 'stderr.log'}" if folder else "stacks in the output of its node"
+        place = (self._node, self._services.host, rank, local_rank, pid, WorkerHungError.exit_code, time.time())
+        lines = tuple(self._services.logs.tail(self.round.number, rank))
+        return Failure(*place, stderr=lines, hung=f"{hang}; {stacks}")
+
     def _fail_here(self, what: str, error: TenplexError) -> None:
         """Something that the workers wait for has failed on this node: nobody would ever wake them."""
         lines = (f"{what} on node {self._node}: {error}",)
@@ -258,7 +296,8 @@ class Session:
 
     def _fail(self, failure: Failure) -> None:
         self._failed = True
-        self._services.events.emit("worker_failed", round=self.round.number, at=failure.at, rank=failure.rank)
+        kind = failure.cause.kind
+        self._services.events.emit(kind, round=self.round.number, at=failure.at, rank=failure.rank, how=failure.how)
         self._put(WorkersEnded(self.round.number, failure, self._newest_commit()))
 
     def _newest_commit(self) -> int | None:

@@ -32,23 +32,23 @@ class Workers:
 
     def __init__(self, pool: WorkerPool, control: Path, grace_s: float, events: EventLog) -> None:
         self._pool, self._control, self._grace_s, self._events = pool, control, grace_s, events
-        self._alive: dict[int, int] = {}  # local rank by pid
+        self.alive: dict[int, int] = {}  # local rank by pid
         self._none_alive = asyncio.Event()
         self._told = False
         self.ends: list[End] = []
 
     def __bool__(self) -> bool:
-        return bool(self._alive)
+        return bool(self.alive)
 
     def started(self, pids: Sequence[int]) -> None:
-        self._alive.update(zip(pids, range(len(pids)), strict=True))
+        self.alive.update(zip(pids, range(len(pids)), strict=True))
 
     def ended(self, exit_: WorkerExit) -> End | None:
         """Note an exit. None: it is none of ours."""
-        local_rank = self._alive.pop(exit_.pid, None)
+        local_rank = self.alive.pop(exit_.pid, None)
         if local_rank is None:
             return None
-        if not self._alive:
+        if not self.alive:
             self._none_alive.set()
         end = End(local_rank, exit_, self._told)
         self.ends.append(end)
@@ -56,46 +56,46 @@ class Workers:
 
     def pass_on(self, signum: int) -> tuple[int, int]:
         """Send a signal to those that handle it; it would kill the others. Returns how many do, and how many live."""
-        handling = [pid for pid in self._alive if probe.catches(pid, signum)]
+        handling = [pid for pid in self.alive if probe.catches(pid, signum)]
         self._send(handling, signum)
-        return len(handling), len(self._alive)
+        return len(handling), len(self.alive)
 
     async def stop(self, order: StopWorkers, leave: Callable[[], None]) -> None:
         """End them all; `leave` tells parked ones to go. Returns when none lives, or SIGKILL has no effect."""
         self._told = True
-        if order.hung and self._alive:
+        if order.hung and self.alive:
             await self._show_stacks("a suspected hang")
         if order.how == "kill":
-            self._send(self._alive, signal.SIGKILL)
+            self._send(self.alive, signal.SIGKILL)
         elif order.how == "leave":
             leave()
         elif order.how == "terminate":
-            self._send(self._alive, order.signum)
+            self._send(self.alive, order.signum)
         else:
             await self._rescue(order.signum)
         if order.how != "kill" and not await self._gone_within(self._grace_s):
             if self._grace_s > 0:
                 await self._show_stacks(f"still here {self._grace_s:g} s after being told to stop")
-            self._send(self._alive, signal.SIGKILL)
+            self._send(self.alive, signal.SIGKILL)
         await self._gone_within(KILL_TIMEOUT_S)
 
     async def _rescue(self, signum: int) -> None:
         """After a failure: a rank inside a collective hears nothing until its peer leaves; waiting would be vain."""
-        patient = await probe.responsive(list(self._alive), self._control, self._pool.signal)
-        self._send([pid for pid in self._alive if pid not in patient], signal.SIGKILL)
+        patient = await probe.responsive(list(self.alive), self._control, self._pool.signal)
+        self._send([pid for pid in self.alive if pid not in patient], signal.SIGKILL)
         self._send(patient, signum)
 
     async def _gone_within(self, seconds: float) -> bool:
-        if self._alive:
+        if self.alive:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._none_alive.wait(), seconds)
-        return not self._alive
+        return not self.alive
 
     async def _show_stacks(self, why: str) -> None:
-        ranks = ", ".join(str(local_rank) for local_rank in sorted(self._alive.values()))
-        self._events.emit("stacks", why=why, pids=sorted(self._alive))
+        ranks = ", ".join(str(local_rank) for local_rank in sorted(self.alive.values()))
+        self._events.emit("stacks", why=why, pids=sorted(self.alive))
         self._events.say(f"{why}: the stacks of local ranks {ranks} follow")
-        missing = await probe.dump_stacks(list(self._alive), self._pool.signal)
+        missing = await probe.dump_stacks(list(self.alive), self._pool.signal)
         if missing:
             self._events.say(missing)
 

@@ -1,10 +1,11 @@
 """The arena: what one node holds of the job's state, in files of one folder of shared memory.
 
-    slot-<round>-<0|1>.bin               the two slots of a round, written by workers through mmap (core `arena_map`)
+    slot-<round>-<0|1>.bin               the two slots of a round, written by workers through mmap (core `arena_map`);
+                                         behind their part that of the other nodes for which this one is a buddy
     pull-<round>-<step>-<digest>-<n>.bin regions that came from peers, beside the snapshot they belong to
     snapshot-<round>-<step>-<digest>.json   index of a sealed snapshot (`core.pieces.Index`: the format is there)
     layout-<digest>.json                 layouts of all these
-    round.json                           the open round: {"v": 1, "round", "digest", "claim"}
+    round.json                           the open round: {"v": 2, "round", "digest", "claim", "buddy"}
 
 A snapshot exists once its index does, which appears by rename: whatever dies when, a file that no index names
 is garbage (but for the open round's slots) and the next start removes it. An index only lists pieces whose
@@ -27,12 +28,13 @@ from pathlib import Path
 import xxhash
 
 from tenplexrun.core import records
-from tenplexrun.core.arena import Entry, arena_map
+from tenplexrun.core.arena import ALIGNMENT, Entry, arena_map
+from tenplexrun.core.buddies import Owed
 from tenplexrun.core.layout import Layout
 from tenplexrun.core.pieces import Index, Piece
 from tenplexrun.core.records import Record
 from tenplexrun.core.regions import Region, subtract
-from tenplexrun.core.snapshots import Claim, Holding, SnapshotId
+from tenplexrun.core.snapshots import AnyClaim, BuddyClaim, Claim, Holding, SnapshotId
 from tenplexrun.errors import StoreError, TenplexError
 from tenplexrun.store.files import TENSORS, Files, MappedFile
 
@@ -43,25 +45,37 @@ NUM_SLOTS = 2
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """The open round of this node: the state of `claim` under the layout goes into its slots, as `entries` say."""
+    """The open round of this node: the state of `claim` under the layout goes into its slots, as `entries` say.
+
+    `owed`: what `buddy` says that it holds for others, each with its offset in a slot. `own_bytes` of `num_bytes` are
+    the node's own.
+    """
 
     number: int
     digest: str
     claim: Claim
+    buddy: BuddyClaim | None
     entries: tuple[Entry, ...]
+    owed: tuple[tuple[Owed, int], ...]
+    own_bytes: int
     num_bytes: int
 
     @classmethod
-    def of(cls, number: int, layout: Layout, claim: Claim) -> Round:
+    def of(cls, number: int, layout: Layout, claim: Claim, buddy: BuddyClaim | None) -> Round:
         slots = arena_map(layout, claim.config, claim.ranks)
-        return cls(number, layout.digest, claim, slots.entries, slots.num_bytes)
+        owed, offset = [], slots.num_bytes
+        for one in buddy.owed(layout) if buddy is not None else ():
+            owed.append((one, offset))
+            offset += -(-one.num_bytes // ALIGNMENT) * ALIGNMENT
+        return cls(number, layout.digest, claim, buddy, slots.entries, tuple(owed), slots.num_bytes, offset)
 
     @property
     def slots(self) -> list[str]:
         return [f"slot-{self.number}-{slot}{TENSORS}" for slot in range(NUM_SLOTS)]
 
     def to_json(self) -> Record:
-        return {"v": 1, "round": self.number, "digest": self.digest, "claim": self.claim.to_json()}
+        buddy = self.buddy and self.buddy.to_json()
+        return {"v": 2, "round": self.number, "digest": self.digest, "claim": self.claim.to_json(), "buddy": buddy}
 
 
 class Arena:
@@ -86,12 +100,12 @@ class Arena:
 
     # -- rounds and snapshots ------------------------------------------------------------------------------
 
-    def open_round(self, number: int, layout: Layout, claim: Claim) -> list[Path]:
+    def open_round(self, number: int, layout: Layout, claim: Claim, buddy: BuddyClaim | None = None) -> list[Path]:
         """Reserve the round's two slots. Asking again for the open round is fine.
 
         Raises ArenaFullError, StoreError when the round is over or open with other state.
         """
-        opened = Round.of(number, layout, claim)
+        opened = Round.of(number, layout, claim, buddy)
         with self._lock:
             if self._round is not None and self._round.number >= number:
                 if self._round != opened:
@@ -103,6 +117,7 @@ class Arena:
             recycled = [name for name in free if self._files.size(name) <= opened.num_bytes][:NUM_SLOTS]
             self._files.drop(name for name in free if name not in recycled)
             try:
+                self._files.require(NUM_SLOTS * opened.num_bytes - sum(map(self._files.size, recycled)))
                 self.put_layout(layout)
                 for name, old in itertools.zip_longest(opened.slots, recycled):
                     self._files.reserve(name, opened.num_bytes, recycle=old)
@@ -112,6 +127,11 @@ class Arena:
                 raise
             self._round = opened
             return self._paths(opened)
+
+    def sizes(self) -> Record:
+        """Bytes of a slot of the open round: of this node's own state, and of that of others."""
+        opened = self._round
+        return {"own": opened.own_bytes, "buddy": opened.num_bytes - opened.own_bytes} if opened is not None else {}
 
     def seal(self, number: int, step: int, slot: int, values: Record | None) -> SnapshotId:
         """Make what the workers wrote into `slot` a snapshot, with its checksums. Raises StoreError."""
@@ -134,8 +154,37 @@ class Arena:
             self._keep(Index(snapshot, False, consumed, values, (opened.claim,), pieces))
         return snapshot
 
+    def lend(self, number: int, step: int, slot: int) -> tuple[Round, SnapshotId, str]:
+        """The open round, its snapshot sealed in `slot` and that file, which stays and is not reused until `give_back`.
+
+        Raises StoreError when that snapshot is not, or no longer, one of the open round.
+        """
+        with self._lock:
+            opened = self._round
+            snapshot = SnapshotId(number, step, opened.digest if opened is not None else "")
+            known = opened is not None and opened.number == number and slot in range(NUM_SLOTS)
+            if opened is None or not known or snapshot not in self._indexes:
+                raise StoreError(f"step {step} of round {number} is not sealed in this store's open round")
+            self._staged.add(opened.slots[slot])
+            return opened, snapshot, opened.slots[slot]
+
+    def give_back(self, name: str) -> None:
+        with self._lock:
+            self._staged.discard(name)
+            self._files.drop(set(self._unneeded()).intersection([name]))
+
+    def hold(self, opened: Round, snapshot: SnapshotId, pieces: Sequence[Piece]) -> None:
+        """All that this node owes of a snapshot is in its slot. Raises StoreError when the round is over."""
+        with self._lock:
+            if self._round is not opened or snapshot not in self._indexes or opened.buddy is None:
+                raise StoreError(f"round {opened.number} ended while step {snapshot.step} was being replicated")
+            index = self._indexes[snapshot]
+            if opened.buddy not in index.claims:
+                claims, held = (*index.claims, opened.buddy), (*index.pieces, *pieces)
+                self._keep(replace(index, claims=claims, pieces=held))
+
     def commit(self, number: int, step: int) -> None:
-        """Every node has sealed this snapshot: mark it, drop all older ones and what only they needed."""
+        """This snapshot is on enough nodes: mark it, drop all older ones and what only they needed."""
         with self._lock:
             for snapshot, index in list(self._indexes.items()):
                 if (snapshot.round, snapshot.step) == (number, step) and not index.committed:
@@ -265,15 +314,14 @@ class Arena:
         except StoreError:
             return False
 
-    def _holding(self, index: Index, claim: Claim) -> Holding:
+    def _holding(self, index: Index, claim: AnyClaim) -> Holding:
         held: dict[str, list[Region]] = {}
         for piece in index.pieces:
             held.setdefault(piece.fqn, []).append(piece.region)
-        layout = self._known_layout(index.snapshot.digest)
+        layout = self.known_layout(index.snapshot.digest)
         missing = {
             fqn
-            for rank in claim.ranks
-            for fqn, regions in layout.regions_of(claim.config, rank).items()
+            for fqn, regions in claim.regions(layout).items()
             if any(subtract(region, held.get(fqn, ())) for region in regions)
         }
         return Holding(index.snapshot, (claim,), index.committed, tuple(sorted(missing)), index.consumed)
@@ -295,18 +343,20 @@ class Arena:
             self._layouts[layout.digest] = layout
         elif name.startswith("snapshot-"):
             index = Index.from_json(record)
-            self._known_layout(index.snapshot.digest)
+            self.known_layout(index.snapshot.digest)
             whole = tuple(piece for piece in index.pieces if self._present(piece))
             self._indexes[index.snapshot] = replace(index, pieces=whole)
         elif name == "round.json":
-            known = records.fields(record, "a round", ("v", "round", "digest", "claim"))
+            known = records.fields(record, "a round", ("v", "round", "digest", "claim", "buddy"))
             number = records.whole(known["round"], "a round")
-            opened = Round.of(number, self._known_layout(known["digest"]), Claim.from_json(known["claim"]))
+            layout, claim = self.known_layout(known["digest"]), Claim.from_json(known["claim"])
+            buddy = None if known["buddy"] is None else BuddyClaim.from_json(known["buddy"])
+            opened = Round.of(number, layout, claim, buddy)
             if any(self._files.size(slot) < opened.num_bytes for slot in opened.slots):
                 raise StoreError("its slots are gone")
             self._round = opened
 
-    def _known_layout(self, digest: str) -> Layout:
+    def known_layout(self, digest: str) -> Layout:
         layout = self._layouts.get(digest)
         if layout is None:
             raise StoreError(f"layout {digest} is not in this store")

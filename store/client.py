@@ -25,13 +25,20 @@ class StoreClient:
         """Wait until the store is ready. Returns the port that it serves peers on. Raises ProcessError."""
         return int((await self._caller.hello(timeout_s))["port"])
 
-    async def open_round(self, round_number: int, layout: Record, config: Record, ranks: Sequence[int]) -> Record:
+    async def open_round(
+        self, round_number: int, layout: Record, config: Record, ranks: Sequence[int], buddy: Record | None = None
+    ) -> Record:
         return await self._caller.request(
-            "open_round", round=round_number, layout=layout, config=config, ranks=list(ranks)
+            "open_round", round=round_number, layout=layout, config=config, ranks=list(ranks), buddy=buddy
         )
 
     async def seal(self, round_number: int, step: int, slot: int, values: Record | None) -> Record:
         return await self._caller.request("seal", round=round_number, step=step, slot=slot, values=values)
+
+    async def replicate(self, round_number: int, step: int, slot: int, stores: Sequence[str], num_bytes: int) -> Record:
+        timeout_s = self._timeout_s + num_bytes / SLOWEST_BYTES_PER_S
+        where = {"round": round_number, "step": step, "slot": slot}
+        return await self._caller.request("replicate", timeout_s, **where, stores=list(stores))
 
     async def commit(self, round_number: int, step: int) -> None:
         await self._caller.request("commit", round=round_number, step=step)

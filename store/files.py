@@ -79,6 +79,14 @@ class Files:
             raise
         return path
 
+    def require(self, num_bytes: int) -> None:
+        """Raises ArenaFullError unless so many bytes more can be had."""
+        free = self._free_bytes()
+        if self._limit_bytes is not None:
+            free = min(free, self._limit_bytes - sum(map(self.size, self.names(TENSORS))))
+        if num_bytes > free:
+            raise self._full("a round with its two slots", num_bytes, max(0, free))
+
     def open(self, name: str) -> MappedFile:
         """A tensor file, opened once. Raises StoreError."""
         with self._lock:

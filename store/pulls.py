@@ -56,7 +56,7 @@ class PullJob:
         self.progress = self._pull.progress
 
     def cancel(self) -> None:
-        self.progress.cancelled.set()
+        self._pull.cancel()
 
     def run(self) -> Record:
         """All or nothing. Raises ArenaFullError, WireError (regions that no holder delivered), StoreError."""

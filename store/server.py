@@ -25,13 +25,15 @@ from pathlib import Path
 
 from tenplexrun import channel
 from tenplexrun.core import records
+from tenplexrun.core.buddies import buddies
 from tenplexrun.core.layout import Layout
 from tenplexrun.core.records import Record
-from tenplexrun.core.snapshots import Claim, SnapshotId
+from tenplexrun.core.snapshots import BuddyClaim, Claim, SnapshotId
 from tenplexrun.errors import LayoutError, StoreError, TenplexError, UsageError
 from tenplexrun.store.arena import Arena
 from tenplexrun.store.peers import PeerServer
 from tenplexrun.store.pulls import Order, PullJob
+from tenplexrun.store.replication import ReplicaJob
 from tenplexrun.store.transfer import Peers
 
 log = logging.getLogger(__name__)
@@ -72,10 +74,13 @@ class Control:
     def __init__(self, arena: Arena, peers: Peers, port: int) -> None:
         self._arena, self._peers, self._port = arena, peers, port
         self._jobs: set[PullJob] = set()
+        self._replicating: ReplicaJob | None = None
+        self._one_replication = asyncio.Lock()
         self._ops: dict[str, Callable[[Record], Awaitable[Record]]] = {
             "hello": self._hello,
             "open_round": self._open_round,
             "seal": self._seal,
+            "replicate": self._replicate,
             "commit": self._commit,
             "inventory": self._inventory,
             "pull": self._pull,
@@ -99,18 +104,37 @@ class Control:
     async def _open_round(self, args: Record) -> Record:
         layout = Layout.from_json(args["layout"])
         claim = Claim.from_json({"config": args["config"], "ranks": args["ranks"]})
-        slots = await asyncio.to_thread(self._arena.open_round, _whole(args, "round"), layout, claim)
-        return {"slots": [str(path) for path in slots]}
+        buddy = None if args.get("buddy") is None else BuddyClaim.from_json(args["buddy"])
+        self._abandon_replication()
+        slots = await asyncio.to_thread(self._arena.open_round, _whole(args, "round"), layout, claim, buddy)
+        return {"slots": [str(path) for path in slots], **self._arena.sizes(), "replicated": _replicated(layout, buddy)}
 
     async def _seal(self, args: Record) -> Record:
         where = _whole(args, "round"), _whole(args, "step"), _whole(args, "slot"), args["values"]
         return (await asyncio.to_thread(self._arena.seal, *where)).to_json()
+
+    async def _replicate(self, args: Record) -> Record:
+        """One at a time; what an older call has left is ended first, since it writes to the same places."""
+        self._abandon_replication()
+        async with self._one_replication:
+            where = _whole(args, "round"), _whole(args, "step"), _whole(args, "slot")
+            job = ReplicaJob(self._arena, self._peers, where, args["stores"])
+            self._replicating = job
+            try:
+                return await asyncio.to_thread(job.run)
+            finally:
+                job.cancel()
+
+    def _abandon_replication(self) -> None:
+        if self._replicating is not None:
+            self._replicating.cancel()
 
     async def _commit(self, args: Record) -> Record:
         await asyncio.to_thread(self._arena.commit, _whole(args, "round"), _whole(args, "step"))
         return {}
 
     async def _inventory(self, _: Record) -> Record:
+        self._abandon_replication()
         return {"holdings": [holding.to_json() for holding in await asyncio.to_thread(self._arena.inventory)]}
 
     async def _pull(self, args: Record) -> Record:
@@ -135,6 +159,11 @@ class Control:
         if layout is None:
             layout = await asyncio.to_thread(self._peers.layout, digest, args["peers"])
         return {"layout": layout.to_json()}
+
+
+def _replicated(layout: Layout, buddy: BuddyClaim | None) -> bool:
+    """Whether any node of the round owes anything: then commits take their time."""
+    return buddy is not None and any(buddies(layout, buddy.config, buddy.workers, buddy.replicas))
 
 
 def _whole(args: Record, name: str) -> int:

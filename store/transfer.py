@@ -6,6 +6,7 @@ of its next holder; with none left the pull fails, and says what each of them di
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 from collections import deque
@@ -114,10 +115,13 @@ class Peers:
 
 
 class Pull:
-    """One pull of `parts` of one snapshot. `run` it once."""
+    """One pull of `parts` of one snapshot, by up to `streams` a source. `run` it once; `cancel` from another thread."""
 
-    def __init__(self, peers: Peers, snapshot: SnapshotId, parts: Sequence[Part]) -> None:
-        self._peers, self._snapshot, self._parts = peers, snapshot, parts
+    def __init__(
+        self, peers: Peers, snapshot: SnapshotId, parts: Sequence[Part], streams: int = STREAMS_PER_SOURCE
+    ) -> None:
+        self._peers, self._snapshot, self._parts, self._num_streams = peers, snapshot, parts, streams
+        self._open: set[socket.socket] = set()
         self._into = memoryview(b"")
         self.progress = Progress(sum(part.num_bytes for part in parts))
         self._checksums: dict[Part, int] = {}
@@ -138,17 +142,24 @@ class Pull:
             attempt += 1
         return [self._checksums[part] for part in self._parts]
 
+    def cancel(self) -> None:
+        """End it with a WireError now, whatever a peer does."""
+        self.progress.cancelled.set()
+        for sock in [*self._open]:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
     def _fetch(self, missing: Sequence[Part], attempt: int) -> None:
         """One attempt at each part, at its holder number `attempt`."""
         by_address: dict[str, list[Part]] = {}
         for part in missing:
             by_address.setdefault(part.addresses[attempt], []).append(part)
         queues = [(address, deque(_batches(parts))) for address, parts in by_address.items()]
-        with ThreadPoolExecutor(min(MAX_STREAMS, STREAMS_PER_SOURCE * len(queues)), "pull") as pool:
+        with ThreadPoolExecutor(min(MAX_STREAMS, self._num_streams * len(queues)), "pull") as pool:
             streams = [
                 pool.submit(self._stream, address, batches)
                 for address, batches in queues
-                for _ in range(min(STREAMS_PER_SOURCE, len(batches)))
+                for _ in range(min(self._num_streams, len(batches)))
             ]
             for stream in streams:
                 stream.result()
@@ -157,8 +168,10 @@ class Pull:
         """Take batches until none is left. What fails is noted, and its parts stay missing."""
         try:
             with self._peers.connect(address) as sock:
-                while (batch := _next(batches)) is not None:
+                self._open.add(sock)
+                while not self.progress.cancelled.is_set() and (batch := _next(batches)) is not None:
                     self._receive(sock, address, batch)
+                self._open.discard(sock)
         except TenplexError as error:
             self._reasons[address] = str(error)
 

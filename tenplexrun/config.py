@@ -56,6 +56,7 @@ class JobSpec:
     virtual_local_rank: bool
     signals: tuple[signal.Signals, ...]
     snapshot_every: int
+    replicas: int
     data: DataSpec | None
     view_mode: str
     secret_file: str
@@ -103,6 +104,7 @@ def check(args: argparse.Namespace, environ: Mapping[str, str]) -> JobSpec:
         virtual_local_rank=args.virtual_local_rank,
         signals=_signals(args.signals_to_handle),
         snapshot_every=args.snapshot_every,
+        replicas=args.replicas,
         data=_data(args),
         view_mode=args.view,
         secret_file=args.secret_file or os.path.join(environ.get("HOME", "/"), ".tenplexrun", "secret"),
@@ -133,6 +135,8 @@ def _refuse(args: argparse.Namespace) -> None:
         raise UsageError("--max-churn cannot be negative")
     if args.snapshot_every < 1:
         raise UsageError("--snapshot-every is a whole number of steps of at least 1")
+    if args.replicas < 1:
+        raise UsageError("--replicas is a number of nodes of at least 1")
     if not _has_cwd():
         raise UsageError("the folder that this was started in is gone; cd to one that exists")
 

@@ -16,6 +16,7 @@ from tenplexrun import explain, rdzv
 from tenplexrun.agent.meeting import find_running
 from tenplexrun.agent.rendezvous import current_epoch, run_ids
 from tenplexrun.core import report, rounds
+from tenplexrun.core.control import NONE
 from tenplexrun.core.parallel import OPTIONAL
 from tenplexrun.core.rounds import Request, Round
 from tenplexrun.errors import LayoutError, RendezvousTimeoutError, TenplexError, UsageError
@@ -96,11 +97,22 @@ def _status(args: argparse.Namespace) -> int:
             if progress["round"] == round_.number:
                 step = "" if progress["step"] is None else f"in step {progress['step']}; "
                 print(f"  {step}{progress['restarts_left']} restart(s) left")
+                for line in _snapshots(progress):
+                    print(f"  {line}")
     for node, member in sorted(members.items()):
         part = None if round_ is None else round_.participant(node)
         ranks = "waits" if part is None else f"ranks {', '.join(map(str, part.ranks))}"
         print(f"  node {node} [{member.host}]  {member.num_workers} worker(s)  {ranks}")
     return 0
+
+
+def _snapshots(progress: Mapping[str, Any]) -> list[str]:
+    """The newest snapshots of a round, if it has any."""
+    committed, sealed, copies = progress["committed"], progress["sealed"], progress["copies"]
+    found = [] if committed is None else [f"snapshot of step {committed} committed, on {copies} node(s) each part"]
+    if sealed > (NONE if committed is None else committed):
+        found.append(f"snapshot of step {sealed} sealed here, not yet on all {copies}")
+    return found
 
 
 def _resize(args: argparse.Namespace) -> int:

@@ -13,7 +13,8 @@
     │   └── RunGoneError          70  the run has ended, or was started anew, without this node
     ├── RendezvousTimeoutError    71  too few nodes came in time
     ├── QuorumLostError           72  too few nodes are left
-    └── ProcessError              73  a process of ours could not be started or has died
+    ├── ProcessError              73  a process of ours could not be started or has died
+    └── WorkerHungError           74  a worker hangs
 
 Exit codes of the launcher: 0; the first failing worker's own code; 128 + N for signal N; the codes above.
 """
@@ -77,6 +78,10 @@ class QuorumLostError(TenplexError):
 
 class ProcessError(TenplexError):
     exit_code = 73
+
+
+class WorkerHungError(TenplexError):
+    exit_code = 74
 
 
 def _tree(root: type[TenplexError]) -> dict[str, type[TenplexError]]:

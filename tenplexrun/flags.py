@@ -137,6 +137,12 @@ OURS: dict[str, tuple[Flag, ...]] = {
             "where this node stands, as rack=NAME: what it lacks comes from its own rack first",
             _text(None, "rack=NAME"),
         ),
+        Flag(
+            "--replicas",
+            "distinct nodes that hold each part of a snapshot, so that one fewer may be lost at once; 1: no copies but "
+            "those of data parallelism (default 2; all, if there are fewer)",
+            _whole(2),
+        ),
         Flag("--snapshot-every", "steps between snapshots in memory (default 1)", _whole(1)),
         Flag(
             "--data",
@@ -161,6 +167,14 @@ OURS: dict[str, tuple[Flag, ...]] = {
             "how often nodes may come and go before the job ends; --max-restarts counts failures of workers apart "
             "(default: no limit)",
             _whole(),
+        ),
+    ),
+    "workers that hang": (
+        Flag(
+            "--hang-timeout",
+            "how long a worker may be stopped, or run no step to its end, before it counts as failed. auto (default): "
+            "stopped 10 s or 10 steps, standing still 300 s or 20 steps, whichever is longer; SECONDS: for both; off",
+            _text("auto", "auto|off|SECONDS"),
         ),
     ),
     "how workers start": (

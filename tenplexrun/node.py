@@ -70,6 +70,7 @@ class Node:
         links, desk = Links(self.node, self.token), Desk()
         logs = WorkerLogs(self.output, alias=f"{spec.run_id}_{self.node}")
         link = hosting.name = await links.start(host)
+        links.on_invite = hosting.join
         meeting = await find_meeting(spec.meeting, spec.local_addr, hosting)
         coordination = meeting.connect()
         if growing and isinstance(coordination, EtcdV3):
@@ -104,6 +105,7 @@ class Node:
                 logs=logs,
                 events=self.events,
                 data=await self._data(view),
+                hangs=spec.timeouts.hangs,
             )
             await self._warm_up()
             member = replace(member, ready_s=round(time.monotonic() - self.began, 3))
@@ -138,8 +140,9 @@ class Node:
             rendezvous_timeout_s=times.rendezvous_s,
             gather_timeout_s=times.grace_s + 30,
             park_timeout_s=times.grace_s + 30,
-            unreachable_s=2 * times.lease_s,
+            unreachable_s=times.unreachable_s,
             max_churn=spec.max_churn,
+            replicas=spec.replicas,
             assign=least_cost,
         )
 
@@ -163,7 +166,8 @@ class Node:
         times = self.spec.timeouts
         return (
             f"a silent node is given up after {times.lease_s:g} s, a stop has {times.grace_s:g} s of grace, "
-            f"joins are gathered for {times.join_window_s:g} s, too few nodes wait {times.rendezvous_s:g} s"
+            f"joins are gathered for {times.join_window_s:g} s, too few nodes wait {times.rendezvous_s:g} s, "
+            f"{times.hangs}"
         )
 
     async def _data(self, view: ViewClient) -> dict[str, object] | None:

@@ -109,15 +109,23 @@ class WorkerPool(Protocol):
 class StoreClient(Protocol):
     """The node's own tensor store. Records are those of `tenplexrun.core.snapshots`."""
 
-    async def open_round(self, round_number: int, layout: Record, config: Record, ranks: Sequence[int]) -> Record:
-        """Reserve the two slots of a round for this node's `ranks`. Returns {"slots": [path, path]}.
+    async def open_round(
+        self, round_number: int, layout: Record, config: Record, ranks: Sequence[int], buddy: Record | None = None
+    ) -> Record:
+        """Reserve the two slots of a round for this node's `ranks` and, by the `BuddyClaim` `buddy`, for others.
+        Returns {"slots": [path, path], "own", "buddy": bytes of a slot, "replicated": whether any node owes anything}.
         Raises ArenaFullError with the bytes needed and free."""
 
     async def seal(self, round_number: int, step: int, slot: int, values: Record) -> Record:
         """All local ranks have written `slot`: checksum it and make it a snapshot. Returns its id."""
 
+    async def replicate(self, round_number: int, step: int, slot: int, stores: Sequence[str], num_bytes: int) -> Record:
+        """All nodes have sealed this snapshot, this one in `slot`: fetch what it owes, `num_bytes`, from the others'
+        `stores` (rank 0's node first). Returns {"num_bytes", "seconds"}. Raises WireError when a holder did not
+        deliver, StoreError when the round is over."""
+
     async def commit(self, round_number: int, step: int) -> None:
-        """Every node has sealed this snapshot: older ones, and other rounds', may be dropped."""
+        """This snapshot is sealed by all, and on enough nodes: older ones, and other rounds', may be dropped."""
 
     async def inventory(self) -> list[Record]:
         """What is here and passes its checksums: a list of `Holding` records."""

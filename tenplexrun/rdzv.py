@@ -13,6 +13,7 @@ from pathlib import Path
 
 from tenplexrun.agent.etcd import PLAIN, Access
 from tenplexrun.channel import join_host_port
+from tenplexrun.core.hang import Bounds
 from tenplexrun.errors import UsageError
 
 HOSTED, RUNNING = ("static", "c10d"), ("etcd", "etcd-v2", "etcd-v3")
@@ -22,15 +23,20 @@ C10D_PORT, STATIC_PORT, ETCD_PORT = 29400, 29500, 2379
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """Seconds, in the order in which they may run out (checked): a lease, a stop, a rendezvous."""
+    """Seconds, in the order in which they may run out (checked): a lease, a hang, a rendezvous; a stop has its own.
+
+    `hang_s`: inf: hangs are not looked for; None: by the length of the steps.
+    """
 
     lease_s: float = 5.0
     join_window_s: float = 3.0
     grace_s: float = 30.0
     rendezvous_s: float = 600.0
+    hang_s: float | None = None
 
     def __post_init__(self) -> None:
-        if any(math.isnan(seconds) for seconds in (self.lease_s, self.join_window_s, self.grace_s, self.rendezvous_s)):
+        given = (self.lease_s, self.join_window_s, self.grace_s, self.rendezvous_s, self.hang_s or 0.0)
+        if any(math.isnan(seconds) for seconds in given):
             raise UsageError("a time-out that is not a number (nan) never runs out; give seconds")
         if not 2 <= self.lease_s <= self.rendezvous_s:
             raise UsageError(
@@ -39,6 +45,20 @@ class Timeouts:
             )
         if min(self.join_window_s, self.grace_s) < 0:
             raise UsageError("last_call_timeout and --shutdown-timeout cannot be negative")
+        if self.hang_s is not None and self.hang_s < self.unreachable_s:
+            raise UsageError(
+                f"--hang-timeout {self.hang_s:g}: a silent node is given up after {self.unreachable_s:g} s, and until "
+                f"then workers wait for it; need 2 * lease (--rdzv-conf) <= hang-timeout"
+            )
+
+    @property
+    def unreachable_s(self) -> float:
+        """For how long a member may be without a link to the decider."""
+        return 2 * self.lease_s
+
+    @property
+    def hangs(self) -> Bounds:
+        return Bounds.of(self.hang_s, self.unreachable_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +157,7 @@ TLS_FILES = {
     **{"cert": "cert", "key": "key", "cacert": "ca_cert"},
     **{"ssl_cert": "cert", "ssl_cert_key": "key", "ca_cert": "ca_cert"},
 }
+HANGS = {"auto": None, "off": math.inf}
 SECONDS = {"timeout": "rendezvous_s", "join_timeout": "rendezvous_s", "last_call_timeout": "join_window_s"}
 
 
@@ -168,7 +189,16 @@ def timeouts(args: argparse.Namespace, conf: Mapping[str, str], environ: Mapping
         )
     if "lease" in conf:
         given["lease_s"] = _seconds("--rdzv-conf lease", conf["lease"])
-    return Timeouts(**given)
+    return Timeouts(**given, hang_s=_hang_s(args.hang_timeout))
+
+
+def _hang_s(text: str) -> float | None:
+    if text in HANGS:
+        return HANGS[text]
+    try:
+        return float(text)
+    except ValueError:
+        raise UsageError(f"--hang-timeout {text!r} is none of auto, off and a number of seconds") from None
 
 
 def _seconds(name: str, text: str) -> float:

@@ -14,8 +14,9 @@ import shutil
 import threading
 from pathlib import Path
 
+from tenplexrun.datasets.dataset import Dataset
 from tenplexrun.errors import ArenaFullError, DataError
-from tenplexrun.formats import Dataset, open_dataset
+from tenplexrun.formats import open_dataset
 from tenplexrun.samples import Catalogue, Extents, extent_name
 
 EXTENT_BYTES = 32 << 20

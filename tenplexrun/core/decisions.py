@@ -24,7 +24,8 @@ class Settings:
     """What the launch fixed. Times in seconds; while there is room, joins are gathered for `join_window_s`.
 
     A member without a link to the decider for `unreachable_s` counts as lost. `max_churn`: how many times the nodes of
-    a job may change. `assign` solves the placement of nodes; without it they keep their order.
+    a job may change. `replicas`: on how many nodes each part of a snapshot shall be. `assign` solves the placement of
+    nodes; without it they keep their order.
     """
 
     min_nodes: int
@@ -37,6 +38,7 @@ class Settings:
     park_timeout_s: float = 60.0
     unreachable_s: float = 10.0
     max_churn: int | None = None
+    replicas: int = 1
     assign: Assign | None = None
 
 

@@ -20,7 +20,7 @@ from tenplexrun.core.decisions import (
     nodes_text,
     spent,
 )
-from tenplexrun.core.rounds import Ack, Cause, Member, Round, Stop, Verdict
+from tenplexrun.core.rounds import FAILURES, Ack, Member, Round, Stop, Verdict
 from tenplexrun.errors import QuorumLostError
 
 BLAME_S = 2.0
@@ -59,7 +59,7 @@ def _blame(view: View, round_: Round, settings: Settings, now: float, late: bool
     So the budget is looked at only here, when all have stopped or a moment has passed. None: nothing to settle.
     """
     failure = round_.first_failure
-    if round_.cause.kind != "worker_failed" or failure is None:
+    if round_.cause.kind not in FAILURES or failure is None:
         return None
     lost = [p for p in round_.participants if p.node not in view.members]
     if lost:
@@ -78,10 +78,9 @@ def _to_boundary(view: View, round_: Round, settings: Settings, now: float, acti
     failure = first_failure(view, round_)
     lost = [p for p in round_.participants if p.node not in view.members]
     if failure is not None:
-        failed = replace(round_, failures=round_.failures + 1, first_failure=failure, stop=stop.now())
-        return Decision(
-            failure.describe(), replace(failed, cause=Cause("worker_failed", failure.describe(), failure.at))
-        )
+        after = stop.now(hung=bool(failure.hung))
+        failed = replace(round_, failures=round_.failures + 1, first_failure=failure, stop=after)
+        return Decision(failure.describe(), replace(failed, cause=failure.cause))
     if lost:
         cause = loss(lost, view)
         return Decision(cause.detail, replace(round_, cause=cause, stop=stop.now()))
@@ -143,6 +142,7 @@ def _form(view: View, round_: Round, settings: Settings, now: float, gathered: M
         master=(first.host, gathered[first.node].master_port),
         snapshot=snapshot,
         sources=sources,
+        replicas=settings.replicas,
     )
     formed = inputs.frozen(formed, view.members)
     origin = f"from {snapshot}" if snapshot else "from the start: no living node holds a snapshot"

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise, product
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 from tenplexrun.core import local, records
 from tenplexrun.core.local import Local, Part
@@ -35,6 +35,7 @@ SCHEMA = 2
 """1 knew Shard with one axis, and neither buffers nor copies; it is still read."""
 
 Coord = Mapping[str, int]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +160,18 @@ class Layout:
         shared = self._union(frozenset(keys))
         return SharedRegions(shared, {fqn: tuple(sorted(own[fqn])) for fqn in sorted(own)})
 
+    def together(self, several: Iterable[Boxes]) -> SharedRegions:
+        """The distinct regions of all; equal ones of several tensors are one object, as in all that is given here."""
+        gathered: dict[str, list[tuple[Region, ...]]] = {}
+        for boxes in several:
+            for fqn, regions in boxes.items():
+                gathered.setdefault(fqn, []).append(regions)
+        merged: dict[tuple[int, ...], tuple[Region, ...]] = {}
+        every = {fqn: self._together(gathered[fqn], merged) for fqn in sorted(gathered)}
+        own = {fqn for fqn in every if self._memo["specs"][fqn].at is not None}
+        shared = {fqn: regions for fqn, regions in every.items() if fqn not in own}
+        return SharedRegions(shared, {fqn: every[fqn] for fqn in sorted(own)})
+
     @property
     def axes(self) -> tuple[str, ...]:
         """The mesh axes on which the tensors that are not one coordinate's own depend."""
@@ -210,6 +223,13 @@ class Layout:
         specs = map(TensorSpec.from_json, records.items(known["tensors"], "a layout's tensors"))
         return cls(tuple(specs), tuple(buffers))
 
+    def remember(self, key: object, make: Callable[[], T]) -> T:
+        """What `make` gave for this key first: for whatever else is worked out of a layout alone."""
+        if ("made", key) not in self._memo:
+            self._memo["made", key] = make()
+        found: T = self._memo["made", key]
+        return found
+
     # --- evaluation: a model has few distinct tensors and a mesh few distinct ranks, so all is remembered ----------
 
     def _at(self, coord: Coord) -> Iterable[TensorSpec]:
@@ -232,24 +252,19 @@ class Layout:
                 self._memo[keys] = self._base(*next(iter(keys)))
             else:
                 bases = [self._base(config, key) for config, key in sorted(keys, key=lambda one: (str(one[0]), one[1]))]
-                gathered: dict[str, list[tuple[Region, ...]]] = {}
-                for base in bases:
-                    for fqn, boxes in base.items():
-                        gathered.setdefault(fqn, []).append(boxes)
-                merged: dict[tuple[int, ...], tuple[Region, ...]] = {}
-                self._memo[keys] = {fqn: self._together(gathered[fqn], merged) for fqn in sorted(gathered)}
+                self._memo[keys] = self.together(bases).shared
         found: Boxes = self._memo[keys]
         return found
 
     def _together(
         self, several: list[tuple[Region, ...]], merged: dict[tuple[int, ...], tuple[Region, ...]]
     ) -> tuple[Region, ...]:
-        key = tuple(map(id, several))  # they are interned
+        key = tuple(map(id, several))  # the caller keeps them
         if key not in merged:
-            merged[key] = self._interned(tuple(sorted({region for boxes in several for region in boxes})))
+            merged[key] = self.interned(tuple(sorted({region for boxes in several for region in boxes})))
         return merged[key]
 
-    def _interned(self, boxes: tuple[Region, ...]) -> tuple[Region, ...]:
+    def interned(self, boxes: tuple[Region, ...]) -> tuple[Region, ...]:
         known: tuple[Region, ...] = self._memo.setdefault(("boxes", boxes), boxes)
         return known
 
@@ -263,7 +278,7 @@ class Layout:
                     continue
                 index = tuple([coord[axis] for axis in axes])
                 if index not in known:
-                    known[index] = self._interned(self._regions(spec, config, coord))
+                    known[index] = self.interned(self._regions(spec, config, coord))
                 if known[index]:
                     found.update(dict.fromkeys(fqns, known[index]))
             self._memo[config, key] = found

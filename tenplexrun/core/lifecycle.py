@@ -12,7 +12,7 @@ import signal
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from tenplexrun.core.rounds import Ack, Failure, Round
+from tenplexrun.core.rounds import FAILURES, Ack, Failure, Round
 from tenplexrun.core.snapshots import Holding
 
 # --- events -------------------------------------------------------------------------------------------------------
@@ -187,7 +187,7 @@ class Lifecycle:
         if self._stopping:
             return self._stop("rescue") if seen.stop.mode == "now" else []
         if seen.stop.mode == "now":
-            failed = seen.stop.hung or seen.cause.kind in ("worker_failed", "node_lost")
+            failed = seen.stop.hung or seen.cause.kind in (*FAILURES, "node_lost")
             return self._stop("rescue" if failed else "terminate")
         if seen.stop.committed and seen.stop.hold is not None:
             return [AwaitParked(seen.number, seen.stop.hold)]
@@ -207,7 +207,9 @@ class Lifecycle:
         if event.round != self.live or self.round is None:
             return []
         if event.failure is None:
-            self.live, self._done = None, True
+            self.live, self._stopping, self._done = None, None, True  # no `Stopped` will be about them
+            if self.round.phase == "ended":
+                return [Exit(self.round)]
             if self.round.phase == "gathering":
                 return self._gather(self.round.number)
             return [SendAck(event.round, Ack(self.node, "done"))]

@@ -4,10 +4,7 @@ One integer is the state: `consumed`, the positions committed so far. Position P
 a keyed permutation of P % N. Step k covers the positions [consumed, consumed + G). Nothing here depends on how many
 ranks there are, except which of them reads a row: the step's sequence over all ranks is the same for every number.
 
-The permutation "feistel-1" is an unbalanced Feistel network of 8 rounds over b = max(6, bits of N - 1) bits, walked
-along its cycle until the value is below N (format-preserving encryption: Black and Rogaway, CT-RSA 2002). Its round
-keys come from SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), its round function is two of that generator's products.
-No table, no stream of a library's generator: any position in O(1) memory, the same in every release.
+The permutation is one of `core.shuffle`: no table, no stream of a library's generator, any position in O(1) memory.
 """
 
 from __future__ import annotations
@@ -19,19 +16,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tenplexrun.core.shuffle import FEISTEL, shuffle
 from tenplexrun.errors import DataError
 
 Ids = npt.NDArray[np.int64]
 Weights = npt.NDArray[np.float64]
-_Words = npt.NDArray[np.uint64]
 
-ALGORITHM = "feistel-1"
 TAILS = ("short", "wrap", "drop")
-_ROUNDS = 8
-_MIN_BITS = 6  # tiny domains shuffle badly; walking a cycle of at most 64 costs nothing
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_MULTIPLY_1 = np.uint64(0xBF58476D1CE4E5B9)
-_MULTIPLY_2 = np.uint64(0x94D049BB133111EB)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +73,8 @@ class DataOrder:
     """The order of a dataset's samples in a job. Raises DataError for values that cannot be.
 
     `global_batch` (G) samples a step, dealt in micro-batches of `micro_batch` (m) rows. `tail`: at an epoch's end the
-    last step is `short` (all samples exactly once), `wrap`s into the next epoch, or is `drop`ped. `fingerprint` names
-    the dataset's content; "" where it is not known.
+    last step is `short` (all samples exactly once), `wrap`s into the next epoch, or is `drop`ped. `algo` names the
+    permutation (`core.shuffle`), `fingerprint` the dataset's content; "" where it is not known.
     """
 
     num_samples: int
@@ -91,7 +82,7 @@ class DataOrder:
     global_batch: int
     micro_batch: int
     tail: str = "short"
-    algo: str = ALGORITHM
+    algo: str = FEISTEL
     fingerprint: str = ""
 
     def __post_init__(self) -> None:
@@ -109,10 +100,7 @@ class DataOrder:
             raise DataError(f"data order: micro_batch={self.micro_batch} is more than global_batch={self.global_batch}")
         if self.tail not in TAILS:
             raise DataError(f"data order: tail={self.tail!r} should be one of {', '.join(TAILS)}")
-        if self.algo != ALGORITHM:
-            raise DataError(
-                f"data order: algorithm {self.algo!r} is unknown here (known: {ALGORITHM}); upgrade tenplexrun"
-            )
+        shuffle(self.algo)
         if self.tail == "drop" and self.global_batch > self.num_samples:
             raise DataError(
                 f"data order: tail='drop' would drop every sample: a batch of {self.global_batch} is larger than "
@@ -155,21 +143,21 @@ class DataOrder:
         if flat.size and int(flat.min()) < 0:
             raise DataError(f"position {int(flat.min())} should not be negative")
         epoch, within = np.divmod(flat.ravel(), np.int64(self.num_samples))
-        ids = _permute(within.view(np.uint64), epoch.view(np.uint64), self.num_samples, self.seed)
+        ids = shuffle(self.algo)(within.view(np.uint64), epoch.view(np.uint64), self.num_samples, self.seed)
         return ids.view(np.int64).reshape(flat.shape)
 
     def check_continues(self, saved: DataOrder) -> None:
-        """Raise DataError unless a job saved under `saved` can go on under this order: same dataset, same shuffle.
-        Batch sizes and tail may change at a step boundary."""
+        """Raise DataError unless a job saved under `saved` can go on under this order: same dataset, same shuffle, same
+        micro-batches. The global batch and the tail may change at a step boundary."""
         changed = [
             f"{name} was {getattr(saved, name)!r}, is {getattr(self, name)!r}"
-            for name in ("fingerprint", "num_samples", "seed", "algo")
+            for name in ("fingerprint", "num_samples", "seed", "algo", "micro_batch")
             if getattr(saved, name) != getattr(self, name)
         ]
         if changed:
             raise DataError(
-                f"this is not the data the job was reading: {'; '.join(changed)}. Give the same dataset and seed, "
-                "or start a new run"
+                f"this is not the data the job was reading: {'; '.join(changed)}. Give the same dataset, seed, order "
+                "and micro_batch as before, or start a new run"
             )
 
     def to_json(self) -> dict[str, Any]:
@@ -186,57 +174,3 @@ class DataOrder:
                 f"a data order has unknown fields {unknown}; run the same version of tenplexrun on all nodes"
             )
         return cls(**record)
-
-
-def _permute(values: _Words, epochs: _Words, num_samples: int, seed: int) -> _Words:
-    """Walk each value along the cycle of the network of its epoch until it is below `num_samples`."""
-    low = max(_MIN_BITS, (num_samples - 1).bit_length()) // 2
-    high = max(_MIN_BITS, (num_samples - 1).bit_length()) - low
-    if values.size and (epochs == epochs[0]).all():
-        epochs = epochs[:1]
-    keys = _round_keys(seed, epochs)
-    done = _network(values, keys, low, high)
-    limit = np.uint64(num_samples)
-    outside = np.flatnonzero(done >= limit)
-    while outside.size:
-        walked = _network(done[outside], keys if keys.shape[1] == 1 else keys[:, outside], low, high)
-        done[outside] = walked
-        outside = outside[walked >= limit]
-    return done
-
-
-def _network(values: _Words, keys: _Words, low: int, high: int) -> _Words:
-    """One pass of all rounds over values [n] below 2**(low + high); keys [rounds, n or 1]."""
-    left, right = values >> np.uint64(low), values & np.uint64((1 << low) - 1)
-    for number, key in enumerate(keys):
-        if number % 2:
-            right ^= _top_bits(left + key, low)
-        else:
-            left ^= _top_bits(right + key, high)
-    left <<= np.uint64(low)
-    left |= right
-    return left
-
-
-def _top_bits(words: _Words, bits: int) -> _Words:
-    """The round function: `bits` well mixed bits of each word. Works in place; products are modulo 2**64."""
-    words *= _MULTIPLY_1
-    words ^= words >> np.uint64(32)
-    words *= _MULTIPLY_2
-    words >>= np.uint64(64 - bits)
-    return words
-
-
-def _round_keys(seed: int, epochs: _Words) -> _Words:
-    """Keys [rounds, n] for epochs [n]."""
-    base = _mix(np.array([seed], dtype=np.uint64) + _GOLDEN)
-    of_epoch = _mix(base + (epochs + np.uint64(1)) * _GOLDEN)
-    number = np.arange(1, _ROUNDS + 1, dtype=np.uint64)[:, None]
-    return _mix(of_epoch[None, :] + number * _GOLDEN)
-
-
-def _mix(words: _Words) -> _Words:
-    """The finaliser of SplitMix64, element by element, modulo 2**64."""
-    words = (words ^ (words >> np.uint64(30))) * _MULTIPLY_1
-    words = (words ^ (words >> np.uint64(27))) * _MULTIPLY_2
-    return words ^ (words >> np.uint64(31))

@@ -4,7 +4,7 @@ A `Piece` is one region of one tensor: row-major bytes of the region's own lengt
 An `Index` is everything a node knows of a snapshot. As JSON (the file that `StoreClient.index` names):
 
     {"v": 1, "snapshot": {"round", "step", "digest"}, "committed": bool, "consumed": samples,
-     "values": {...} or null, "claims": [Claim, ...],
+     "values": {...} or null, "claims": [Claim or BuddyClaim, ...],
      "pieces": [{"fqn", "region", "dtype", "file", "offset", "num_bytes", "checksum"}, ...]}
 
 `file` is relative to the index's own folder, `offset` a multiple of 64 bytes, `checksum` xxh3_64 as 16 hex digits.
@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from tenplexrun.core import records
 from tenplexrun.core.records import Record
 from tenplexrun.core.regions import Region, cover
-from tenplexrun.core.snapshots import Claim, SnapshotId
+from tenplexrun.core.snapshots import AnyClaim, SnapshotId, claim_from_json
 from tenplexrun.errors import LayoutError
 
 INDEX_VERSION = 1
@@ -76,7 +76,7 @@ class Index:
     committed: bool
     consumed: int
     values: Record | None
-    claims: tuple[Claim, ...]
+    claims: tuple[AnyClaim, ...]
     pieces: tuple[Piece, ...]
 
     def to_json(self) -> Record:
@@ -105,7 +105,7 @@ class Index:
             records.flag(known["committed"], "committed"),
             records.whole(known["consumed"], "consumed"),
             values,
-            tuple(map(Claim.from_json, records.items(known["claims"], "claims"))),
+            tuple(map(claim_from_json, records.items(known["claims"], "claims"))),
             tuple(map(Piece.from_json, records.items(known["pieces"], "pieces"))),
         )
 

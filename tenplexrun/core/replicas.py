@@ -5,6 +5,7 @@ The latter are names that collide over stages, or ranks that drifted.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -72,8 +73,9 @@ def first_only(
         return dict(holders)
     won: dict[str, dict[str, tuple[Region, ...]]] = {}
     for fqn in names:
-        lowest: list[tuple[int, str, tuple[Region, ...]]] = []
+        lowest: list[tuple[float, str, tuple[Region, ...]]] = []
         for node in holders:
+            lowest.append((math.inf, node, holders[node].get(fqn, ())))
             lowest += [(rank, node, layout.regions_of(config, rank).get(fqn, ())) for config, rank in ranks[node]]
         taken: list[Region] = []
         for _, node, regions in sorted(lowest):

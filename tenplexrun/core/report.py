@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tenplexrun.core.parallel import ParallelConfig
+from tenplexrun.core.rounds import FAILURES
 
 Event = Mapping[str, Any]
 PLANNED = ("resize", "node_joined", "node_left")
@@ -89,7 +90,7 @@ def _is_gathering(event: Event, number: int) -> bool:
 
 def _fault(events: Sequence[Event], cause: str, running: Event, gathering: float | None) -> float | None:
     """When the fault behind a round was made, if somebody who made it said so."""
-    if cause not in ("worker_failed", "node_lost") or gathering is None:
+    if cause not in (*FAILURES, "node_lost") or gathering is None:
         return None
     earlier = [float(e["t"]) for e in events if e["event"] == "injected" and e["t"] <= gathering]
     before = [float(e["t"]) for e in events if e["event"] == "round" and e["number"] < running["number"]]

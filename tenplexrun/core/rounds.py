@@ -7,7 +7,8 @@ All are JSON documents in the coordination store, below `runs/<run_id>/<run_epoc
     round                   one Round, changed by compare-and-swap only by the decider
     acks/<number>/<node>    Ack: the last word of a node about that round
     requests/<id>           Request; answered below answers/<id>
-    progress                {"round", "step", "restarts_left"} as rank 0's node saw it last, for people
+    progress                {"round", "step", "committed", "sealed", "copies", "restarts_left"} as rank 0's node saw it
+                            last, for people
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ Record = dict[str, Any]
 SCHEMA = 1
 
 Phase = Literal["gathering", "running", "ended"]
-CauseKind = Literal["start", "worker_failed", "node_lost", "node_left", "node_joined", "resize", "end"]
+CauseKind = Literal["start", "worker_failed", "worker_hung", "node_lost", "node_left", "node_joined", "resize", "end"]
+FAILURES = ("worker_failed", "worker_hung")
+"""Causes that count against --max-restarts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +50,11 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """One worker's end that was no success. `code` as in `subprocess`: -N for signal N. `at` is Unix time, on its node.
+    """One worker's end that was no success, or its hang. `code` as in `subprocess`: -N for signal N.
 
-    `stderr`: its last lines. `error`: what it wrote to TORCHELASTIC_ERROR_FILE (torch's `@record`), if it did.
-    `age_s`: how long ago it was when the node reported it.
+    `at` is Unix time, on its node. `stderr`: its last lines. `error`: what it wrote to TORCHELASTIC_ERROR_FILE (torch's
+    `@record`), if it did.
+    `age_s`: how long ago it was when the node reported it. `hung`: what shows that it hangs, "" if it has ended.
     """
 
     node: str
@@ -63,6 +67,11 @@ class Failure:
     stderr: tuple[str, ...] = ()
     error: Mapping[str, Any] | None = None
     age_s: float = 0.0
+    hung: str = ""
+
+    @property
+    def cause(self) -> Cause:
+        return Cause("worker_hung" if self.hung else "worker_failed", self.describe(), self.at)
 
     def describe(self) -> str:
         if self.pid == 0:  # no worker's fault: `stderr` says what went wrong on its node
@@ -72,7 +81,9 @@ class Failure:
 
     @property
     def how(self) -> str:
-        """ "signal 11 (SIGSEGV)" or "exit code 3"."""
+        """ "signal 11 (SIGSEGV)", "exit code 3", or how it hangs."""
+        if self.hung:
+            return self.hung
         if self.code >= 0:
             return f"exit code {self.code}"
         known = {int(number): number.name for number in signal.Signals}
@@ -170,6 +181,7 @@ class Round:
 
     `racks`, `algorithm`, `inputs`: frozen when it was formed; see `core.inputs`.
     `evicted`: nodes that count as gone, whatever else is written of them. A node that comes back has a new name.
+    `replicas`: on how many nodes each part of its snapshots shall be.
     `churn`: how often nodes came or went. `departures`: by host, how often of late, and the Unix time of the last.
     """
 
@@ -195,6 +207,7 @@ class Round:
     racks: Mapping[str, str] = field(default_factory=dict)
     algorithm: int = 0
     inputs: str = ""
+    replicas: int = 1
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -202,6 +215,11 @@ class Round:
 
     def participant(self, node: str) -> Participant | None:
         return next((p for p in self.participants if p.node == node), None)
+
+    def without(self, node: str) -> bool:
+        """Whether the others go on without this node: it may see so before it knows that its key is gone."""
+        left_out = self.phase == "running" and node not in (*self.nodes, *self.spares)
+        return left_out or node in self.evicted
 
     def rank_nodes(self) -> tuple[str, ...]:
         """The node of each rank, rank 0 first."""

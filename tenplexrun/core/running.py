@@ -48,17 +48,17 @@ def watch(view: View, round_: Round, settings: Settings, now: float) -> Decision
 
 
 def _after_failure(view: View, round_: Round, settings: Settings, failure: Failure) -> Decision:
-    cause = Cause("worker_failed", failure.describe(), failure.at)
+    cause, stop = failure.cause, Stop("now", hung=bool(failure.hung))
     failed = replace(round_, failures=round_.failures + 1, first_failure=failure)
     unproven = round_.fallback
     if unproven is not None and all(ack.committed is None for ack in view.acks.values()):
         # The layout was somebody's wish and never got as far as a snapshot: go back to the one that worked, free.
         back = f"{cause.detail}; back to {unproven}, the layout asked for never ran"
         failed = replace(round_, sizes=unproven, fallback=None, first_failure=failure)
-        return regather(view, failed, settings, Cause("resize", back, failure.at), Stop("now"))
+        return regather(view, failed, settings, Cause("resize", back, failure.at), stop)
     if round_.failures >= settings.max_restarts and len(round_.participants) == 1:
-        return end(round_, spent(failure, settings), view.wall)
-    return regather(view, failed, settings, cause, Stop("now"))
+        return end(round_, spent(failure, settings), view.wall, stop)
+    return regather(view, failed, settings, cause, stop)
 
 
 def _on_drains(view: View, round_: Round, settings: Settings, now: float, leaving: list[Request]) -> Decision:

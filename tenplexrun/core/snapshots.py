@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 
 from tenplexrun.core import records
 from tenplexrun.core.arena import ALIGNMENT, ArenaMap, Entry, arena_map
+from tenplexrun.core.buddies import Owed, buddies, regions_owed
 from tenplexrun.core.layout import Layout
 from tenplexrun.core.parallel import ParallelConfig
 from tenplexrun.core.records import Record
@@ -16,9 +18,12 @@ from tenplexrun.core.shared import Boxes, parted
 from tenplexrun.errors import LayoutError
 
 __all__ = [
-    "ALIGNMENT", "ArenaMap", "Claim", "Entry", "Holding", "SnapshotId", "arena_map", "choose", "gaps", "holders_of",
-    "regions_of_holdings",
+    "ALIGNMENT", "AnyClaim", "ArenaMap", "BuddyClaim", "Claim", "Entry", "Holding", "SnapshotId", "arena_map", "choose",
+    "claim_from_json", "gaps", "holders_of", "regions_of_holdings",
 ]  # fmt: skip
+
+Regions = Boxes
+"""Of a node or a group: for each tensor's name the distinct regions, sorted."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -58,6 +63,9 @@ class Claim:
             raise LayoutError(f"ranks {list(ranks)} are not all in a world of {self.config.world_size}")
         object.__setattr__(self, "ranks", ranks)
 
+    def regions(self, layout: Layout) -> Regions:
+        return layout.regions_at((self.config, rank) for rank in self.ranks)
+
     def to_json(self) -> Record:
         return {"config": self.config.to_json(), "ranks": list(self.ranks)}
 
@@ -69,6 +77,55 @@ class Claim:
 
 
 @dataclass(frozen=True, slots=True)
+class BuddyClaim:
+    """Holds what the node at `place` owes the others of a round: see `buddies`, which says what that is.
+
+    `workers`: how many ranks each node had, rank 0's node first. As JSON in runs of [nodes, workers]: it is short.
+    """
+
+    config: ParallelConfig
+    workers: tuple[int, ...]
+    replicas: int
+    place: int
+
+    def __post_init__(self) -> None:
+        if sum(self.workers) != self.config.world_size or not 0 <= self.place < len(self.workers):
+            raise LayoutError(f"{len(self.workers)} nodes of {sum(self.workers)} ranks are no world of {self.config}")
+
+    def owed(self, layout: Layout) -> tuple[Owed, ...]:
+        return buddies(layout, self.config, self.workers, self.replicas)[self.place]
+
+    def regions(self, layout: Layout) -> Regions:
+        key = ("owed", self.config, self.workers, self.replicas, self.place)
+        return layout.remember(key, lambda: regions_owed(layout, self.owed(layout)))
+
+    def to_json(self) -> Record:
+        runs = [[len(list(run)), count] for count, run in groupby(self.workers)]
+        return {"config": self.config.to_json(), "workers": runs, "replicas": self.replicas, "place": self.place}
+
+    @classmethod
+    def from_json(cls, record: object) -> BuddyClaim:
+        known = records.fields(record, "a buddy's claim", ("config", "workers", "replicas", "place"))
+        workers: list[int] = []
+        for item in records.items(known["workers"], "the nodes of a buddy's claim"):
+            run = [records.whole(number, "nodes or workers", 1) for number in records.items(item, "a run of nodes")]
+            if len(run) != 2:
+                raise LayoutError(f"a run of nodes is [nodes, workers], got {run}")
+            workers += [run[1]] * run[0]
+        replicas = records.whole(known["replicas"], "replicas", 1)
+        place = records.whole(known["place"], "the place of a node")
+        return cls(records.config(known["config"]), tuple(workers), replicas, place)
+
+
+AnyClaim = Claim | BuddyClaim
+
+
+def claim_from_json(record: object) -> AnyClaim:
+    buddy = isinstance(record, Mapping) and "workers" in record
+    return BuddyClaim.from_json(record) if buddy else Claim.from_json(record)
+
+
+@dataclass(frozen=True, slots=True)
 class Holding:
     """What one node holds of one snapshot: all that `claims` say, without the tensors `except_`.
 
@@ -76,7 +133,7 @@ class Holding:
     """
 
     snapshot: SnapshotId
-    claims: tuple[Claim, ...]
+    claims: tuple[AnyClaim, ...]
     committed: bool = False
     except_: tuple[str, ...] = ()
     consumed: int = 0
@@ -95,39 +152,35 @@ class Holding:
         known = records.fields(record, "a holding", ("snapshot", "claims", "committed", "except", "consumed"))
         return cls(
             SnapshotId.from_json(known["snapshot"]),
-            tuple(Claim.from_json(claim) for claim in records.items(known["claims"], "the claims of a holding")),
+            tuple(map(claim_from_json, records.items(known["claims"], "the claims of a holding"))),
             records.flag(known["committed"], "`committed` of a holding"),
             tuple(records.text(fqn, "a name") for fqn in records.items(known["except"], "`except` of a holding")),
             records.whole(known["consumed"], "`consumed` of a holding"),
         )
 
 
-Regions = Boxes
-"""Of a node or a group: for each tensor's name the distinct regions, sorted."""
-
-
 def regions_of_holdings(holdings: Iterable[Holding], layout: Layout) -> Regions:
     """All that a node's holdings of one snapshot add up to. Raises LayoutError when the layout is another one's."""
-    found: dict[str, set[Region]] = {}
     whole: list[tuple[ParallelConfig, int]] = []
+    parts: list[Regions] = []
     for holding in holdings:
         if holding.snapshot.digest != layout.digest:
             raise LayoutError(
                 f"snapshot {holding.snapshot} is of layout {holding.snapshot.digest}, not {layout.digest}"
             )
-        ranks = [(claim.config, rank) for claim in holding.claims for rank in claim.ranks]
         if not holding.except_:
-            whole.extend(ranks)
+            whole += _ranks(holding)
+            parts += [claim.regions(layout) for claim in holding.claims if isinstance(claim, BuddyClaim)]
             continue
-        for fqn, boxes in layout.regions_at(ranks).items():
-            if fqn not in holding.except_:
-                found.setdefault(fqn, set()).update(boxes)
+        for claim in holding.claims:
+            boxes = claim.regions(layout)
+            parts.append({fqn: boxes[fqn] for fqn in boxes if fqn not in holding.except_})
     held = layout.regions_at(whole)
-    if not found:
-        return held
-    for fqn, boxes in held.items():
-        found.setdefault(fqn, set()).update(boxes)
-    return {fqn: tuple(sorted(found[fqn])) for fqn in sorted(found)}
+    return layout.together([held, *parts]) if any(parts) else held
+
+
+def _ranks(holding: Holding) -> list[tuple[ParallelConfig, int]]:
+    return [(claim.config, rank) for claim in holding.claims if isinstance(claim, Claim) for rank in claim.ranks]
 
 
 def holders_of(snapshot: SnapshotId, holdings: Mapping[str, Iterable[Holding]], layout: Layout) -> dict[str, Regions]:
@@ -141,7 +194,7 @@ def holders_of(snapshot: SnapshotId, holdings: Mapping[str, Iterable[Holding]], 
         regions = regions_of_holdings(own, layout)
         if regions:
             holders[node] = regions
-            ranks[node] = [(claim.config, rank) for one in own for claim in one.claims for rank in claim.ranks]
+            ranks[node] = [pair for one in own for pair in _ranks(one)]
     return first_only(layout, holders, ranks)
 
 
@@ -149,10 +202,14 @@ def gaps(layout: Layout, holders: Mapping[str, Regions]) -> list[tuple[str, Regi
     """The regions of `layout` that no holder has, as (fqn, region). The state of one coordinate (`at`) is no gap."""
     missing: list[tuple[str, Region]] = []
     distinct = list({id(shared): shared for shared, _ in map(parted, holders.values())}.values())
+    known: dict[tuple[object, ...], list[Region]] = {}  # tensors that lie in the same way have the same gaps
     for spec in layout.tensors:
         if not spec.at:
-            held = sorted({region for regions in distinct for region in regions.get(spec.fqn, ())})
-            missing.extend((spec.fqn, region) for region in subtract(spec.whole, held))
+            found = [regions.get(spec.fqn, ()) for regions in distinct]
+            alike = (spec.shape, *map(id, found))
+            if alike not in known:
+                known[alike] = subtract(spec.whole, sorted({region for regions in found for region in regions}))
+            missing.extend((spec.fqn, region) for region in known[alike])
     return missing
 
 

@@ -14,7 +14,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from tenplexrun.core.order import ALGORITHM, DataOrder
+from tenplexrun.core.order import DataOrder
+from tenplexrun.core.shuffle import FEISTEL
 from tenplexrun.errors import DataError
 from tenplexrun.formats import absolute, open_dataset
 from tenplexrun.samples import Catalogue, Extents, extent_name
@@ -105,6 +106,7 @@ def open_loader(
     micro_batch: int,
     seed: int = 0,
     tail: str = "short",
+    order_algo: str = FEISTEL,
     dp_rank: int = 0,
     dp_size: int = 1,
     consumed: int = 0,
@@ -120,7 +122,7 @@ def open_loader(
         "micro_batch": micro_batch,
         "seed": seed,
         "tail": tail,
-        "algo": ALGORITHM,
+        "algo": order_algo,
     }
     if show is not None:
         samples, order = open_view(show({**record, "dataset": absolute(dataset)}))

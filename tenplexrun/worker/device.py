@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from tenplexrun.errors import UsageError
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -43,8 +47,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def rng_states(device: torch.device) -> dict[str, torch.Tensor]:
-    """States of torch's generators by device type; uint8 tensors [bytes]."""
-    states = {"cpu": torch.get_rng_state()}
+    """States of the global generators of torch, by device type, Python and numpy; uint8 tensors [bytes]."""
+    states = {"cpu": torch.get_rng_state(), "python": _python_state(), "numpy": _numpy_state()}
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
     return states
@@ -52,5 +56,49 @@ def rng_states(device: torch.device) -> dict[str, torch.Tensor]:
 
 def set_rng_states(device: torch.device, states: dict[str, torch.Tensor]) -> None:
     torch.set_rng_state(states["cpu"])
+    words, (gauss,) = states["python"].numpy()[:-9], states["python"].numpy()[-8:].view(np.float64)
+    kept = float(gauss) if states["python"][-9] else None
+    random.setstate((3, tuple(words.view(np.uint32).tolist()), kept))
+    keys, position, has_gauss, cached = np.split(states["numpy"].numpy(), (-16, -12, -8))
+    np.random.set_state(
+        (
+            "MT19937",
+            keys.view(np.uint32),
+            int(position.view(np.uint32)[0]),
+            int(has_gauss.view(np.uint32)[0]),
+            float(cached.view(np.float64)[0]),
+        )
+    )
     if device.type == "cuda":
         torch.cuda.set_rng_state(states["cuda"], device)
+
+
+def seed_all(seed: int) -> None:
+    """Start the global generators of torch, Python and numpy from `seed`, a whole number below 2**63."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(np.array([seed & 0xFFFFFFFF, seed >> 32]))
+
+
+def _python_state() -> torch.Tensor:
+    """[words and position uint32, whether half of a pair of Gaussians is kept uint8, that one float64]."""
+    _, words, kept = random.getstate()
+    gauss = np.array([kept or 0.0]).tobytes()
+    return _bytes(np.array(words, dtype=np.uint32).tobytes() + bytes([kept is not None]) + gauss)
+
+
+def _numpy_state() -> torch.Tensor:
+    """[words uint32, position uint32, whether a Gaussian is kept uint32, that one float64].
+
+    Raises UsageError where numpy's global generator is not the one it comes with."""
+    name, words, position, has_gauss, cached = np.random.get_state()
+    if name != "MT19937":
+        raise UsageError(
+            f"numpy's global generator is {name}: only its own MT19937 is kept over rounds; use a Generator"
+        )
+    counts = np.array([position, has_gauss], dtype=np.uint32).tobytes()
+    return _bytes(np.asarray(words, dtype=np.uint32).tobytes() + counts + np.array([cached]).tobytes())
+
+
+def _bytes(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

@@ -13,14 +13,16 @@ from tenplexrun.worker import device
 
 
 class Streams:
-    """The torch generators of the rank at `coord`, as state tensors `rng.<device type>.<coordinate>`."""
+    """The global generators of the rank at `coord`, as state tensors `rng.<kind>.<coordinate>`.
+
+    Kinds: cpu and cuda (torch's), python (`random`), numpy (`numpy.random`)."""
 
     def __init__(self, where: torch.device, coord: Mapping[str, int]) -> None:
         self._device, self._coord = where, dict(coord)
         self._label = ".".join(f"{axis}{coord[axis]}" for axis in AXES)
 
     def names(self) -> dict[str, str]:
-        """Device type → fqn."""
+        """Kind → fqn."""
         return {kind: f"rng.{kind}.{self._label}" for kind in device.rng_states(self._device)}
 
     def specs(self) -> list[TensorSpec]:
@@ -36,5 +38,5 @@ class Streams:
         """Start new streams for a coordinate that did not exist at `step`. Returns their seed."""
         text = f"tenplexrun/{seed}/{step}/{self._label}"
         derived = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
-        torch.manual_seed(derived)
+        device.seed_all(derived)
         return derived

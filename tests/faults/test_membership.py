@@ -247,7 +247,7 @@ def test_no_false_alarm_under_full_load(cluster: Cluster) -> None:
         while time.monotonic() < until:
             cluster.progress(1)
             time.sleep(1)
-        alarms = ("fenced", "lease_lost", "agent_gone", "worker_failed", "process_ended", "store_away")
+        alarms = ("fenced", "lease_lost", "agent_gone", "worker_failed", "worker_hung", "process_ended", "store_away")
         assert [event for event in cluster.events() if event["event"] in alarms] == []
         assert {event["number"] for event in cluster.events(kind="round")} == {0}, "no node was lost"
     finally:

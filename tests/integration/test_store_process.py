@@ -216,7 +216,7 @@ def test_source_killed_in_mid_stream_is_replaced(store: Callable[..., StoreProce
 def test_errors_keep_their_class(store: Callable[..., StoreProcess]) -> None:
     async def scenario() -> None:
         client, _ = await ready(store("a", limit_bytes=1000))
-        with pytest.raises(ArenaFullError, match=r"slot-1-0.bin needs \d+ bytes more, 1000 are free"):
+        with pytest.raises(ArenaFullError, match=r"a round with its two slots needs \d+ bytes more, 1000 are free"):
             await train(client, 1, 1, (0, 1))
         with pytest.raises(LayoutError, match="ranks"):
             await client.open_round(1, LAYOUT.to_json(), CONFIG.to_json(), [2])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,13 +11,19 @@ from hypothesis import strategies as st
 from tenplexrun.core.order import TAILS, DataOrder
 
 
-def make(n: int, seed: int, steps: int, micro: int, tail: str) -> DataOrder:
+def make(n: int, seed: int, steps: int, micro: int, tail: str, algo: str) -> DataOrder:
     batch = max(1, n // steps) if tail == "drop" else max(1, n // steps) + seed % 3
-    return DataOrder(n, seed, batch, min(micro, batch), tail)
+    return DataOrder(n, seed, batch, min(micro, batch), tail, algo)
 
 
 orders = st.builds(
-    make, st.integers(1, 400), st.integers(0, 2**64 - 1), st.integers(1, 9), st.integers(1, 20), st.sampled_from(TAILS)
+    make,
+    st.integers(1, 400),
+    st.integers(0, 2**64 - 1),
+    st.integers(1, 9),
+    st.integers(1, 20),
+    st.sampled_from(TAILS),
+    st.sampled_from(["feistel-1", "blocks-1:7:3", "blocks-1:64:2"]),
 )
 quiet = settings(deadline=None, max_examples=30)
 
@@ -30,24 +38,29 @@ def real_rows(order: DataOrder, consumed: int, dp: int) -> list[int]:
 
 
 @quiet
-@given(orders, st.lists(st.integers(1, 64), min_size=1, max_size=8), st.integers(0, 1000))
-def test_any_resize_sequence_equals_one_rank(order: DataOrder, degrees: list[int], consumed: int) -> None:
-    for dp in degrees:
+@given(
+    orders, st.lists(st.tuples(st.integers(1, 64), st.integers(-3, 3)), min_size=1, max_size=8), st.integers(0, 1000)
+)
+def test_any_resize_sequence_equals_one_rank(order: DataOrder, changes: list[tuple[int, int]], consumed: int) -> None:
+    """Also where the global batch changes on the way."""
+    for dp, more in changes:
+        batch = min(max(order.global_batch + more, order.micro_batch), order.num_samples)
+        order = replace(order, global_batch=batch) if batch >= order.micro_batch else order
         step = order.step(consumed)
         assert real_rows(order, consumed, dp) == order.sample_at(np.arange(step.start, step.stop)).tolist()
         consumed = step.stop
 
 
-@quiet
+@settings(deadline=None, max_examples=10)
 @given(orders, st.lists(st.integers(1, 64), min_size=1, max_size=3))
 def test_short_reads_every_sample_exactly_once_an_epoch(order: DataOrder, degrees: list[int]) -> None:
-    order = DataOrder(order.num_samples, order.seed, order.global_batch, order.micro_batch)
-    for epoch in range(2):
-        consumed, seen, step = epoch * order.num_samples, [], 0
-        while consumed < (epoch + 1) * order.num_samples:
-            seen += real_rows(order, consumed, degrees[step % len(degrees)])
-            consumed, step = order.step(consumed).stop, step + 1
-        assert sorted(seen) == list(range(order.num_samples))
+    order = replace(order, tail="short")
+    end = 2 * order.num_samples
+    consumed, seen, step = order.num_samples, [], 0
+    while consumed < end:
+        seen += real_rows(order, consumed, degrees[step % len(degrees)])
+        consumed, step = order.step(consumed).stop, step + 1
+    assert sorted(seen) == list(range(order.num_samples))
 
 
 def test_1003_samples_through_4_then_3_then_6_ranks() -> None:

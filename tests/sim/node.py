@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from tenplexrun.core import lifecycle as lc
 from tenplexrun.core import rounds
+from tenplexrun.core.control import NONE
+from tenplexrun.core.hang import STOPPED, Bounds, Sight, Watch
 from tenplexrun.core.lifecycle import Lifecycle
 from tenplexrun.core.rounds import Failure, Member, Request, Round
 from tenplexrun.core.snapshots import Holding, SnapshotId
@@ -19,6 +21,9 @@ from .store import LEASE_S, RETRY_S, RUN, CompareFailed, Entry, Unreachable
 
 if TYPE_CHECKING:
     from .world import World
+
+
+LOOK_S = 1.0
 
 
 @dataclass(eq=False)
@@ -38,13 +43,19 @@ class Host:
 
 @dataclass(eq=False)
 class Workers:
-    """Those of one round here. `step`: steps completed; `started`: the step begun; `running`: it is past the hold."""
+    """Those of one round here. `step`: steps completed; `started`: the step begun; `running`: it is past the hold.
+    `hung`: one of them is stopped by a signal."""
 
     round: Round
     step: int
     started: int | None = None
     running: int | None = None
     failed: bool = False
+    hung: bool = False
+
+    @property
+    def well(self) -> bool:
+        return not self.failed and not self.hung
 
 
 class Agent:
@@ -62,7 +73,12 @@ class Agent:
         self.committed: int | None = None
         self._awaiting: lc.AwaitParked | None = None
         self._acks: deque[tuple[str, str]] = deque()
+        self._since: float | None = world.now  # when the store began to answer without a break
         self.decider = SimDecider(self)
+
+    @property
+    def connected_s(self) -> float:
+        return 0.0 if self._since is None else self.world.now - self._since
 
     @property
     def cut(self) -> bool:
@@ -75,7 +91,11 @@ class Agent:
         self.world.tell(f"{self.name} {what}")
 
     def call(self, operation: Callable[[], Any], done: Callable[[Any], None] = lambda _: None) -> None:
-        self.world.store.call(self, operation, done)
+        def answered(found: Any) -> None:
+            self._since = None if isinstance(found, Unreachable) else self._since or self.world.now
+            done(found)
+
+        self.world.store.call(self, operation, answered)
 
     # --- membership -----------------------------------------------------------------------------------------------
 
@@ -95,7 +115,7 @@ class Agent:
                 self.join()
                 return
             self.tell("joins")
-            self.refresh(key, entry.token, self._fence)
+            self.refresh(key, entry.token, self._resume)
             self.world.store.watch(self, f"{RUN}/round", self._on_content)
             self.decider.campaign()
 
@@ -113,6 +133,44 @@ class Agent:
                 self.at(LEASE_S / 4, lambda: self.refresh(key, token, lost, wanted))
 
         self.call(lambda: self.world.store.refresh(key, token), done)
+
+    def _resume(self) -> None:
+        """As agent/rendezvous.py: write the key again while the run is still in the round that this node knows."""
+        key, document = f"{RUN}/members/{self.name}", json.dumps(rounds.to_json(self.member))
+        known = self.machine.round
+
+        def still(found: Any) -> bool:
+            """Whether it may go on; if not, or if nobody knows, that is seen to."""
+            if isinstance(found, Unreachable):
+                self.at(RETRY_S, self._resume)
+                return False
+            now = rounds.round_from_json(json.loads(found[f"{RUN}/round"].value))
+            if now.phase != "ended" and (known is None or now.number != known.number or now.without(self.name)):
+                self._fence()
+            return now.phase != "ended" and not self.over
+
+        def look(then: Callable[[], None]) -> None:
+            self.call(lambda: self.world.store.content(f"{RUN}/round"), lambda found: still(found) and then())
+
+        def write() -> None:
+            self.call(lambda: self.world.store.create(key, document, LEASE_S), written)
+
+        def written(found: Any) -> None:
+            entry = self.world.store.entries.get(key) if isinstance(found, CompareFailed) else found
+            if isinstance(entry, Entry):
+                look(lambda: self._resumed(key, entry.token))
+            else:
+                self.at(RETRY_S, self._resume)
+
+        self.decider.forbearance.doubt(self.world.now + self.host.skew_s)
+        if known is None:
+            self._fence()
+        else:
+            look(write)
+
+    def _resumed(self, key: str, token: str) -> None:
+        self.tell("writes its key again")
+        self.refresh(key, token, self._resume)
 
     def _fence(self) -> None:
         self.tell("was taken for dead")
@@ -137,6 +195,7 @@ class Agent:
 
     def _on_content(self, content: Mapping[str, Entry]) -> None:
         for entry in content.values():
+            self.decider.forbearance.has_round = True
             self.handle(lc.RoundSeen(rounds.round_from_json(json.loads(entry.value))))
 
     def drain(self) -> None:
@@ -259,5 +318,27 @@ class Agent:
             workers.failed = True
             self.tell(f"a worker fails in round {workers.round.number}: {why}")
             self.world.bereaved(workers.round.number)
-            failure = Failure(self.name, self.member.host, 0, 0, 1, -9, self.world.now + self.host.skew_s)
-            self.handle(lc.WorkersEnded(workers.round.number, failure, self.committed))
+            self._report(workers, -9)
+
+    def _report(self, workers: Workers, code: int, hung: str = "") -> None:
+        failure = Failure(self.name, self.member.host, 0, 0, 1, code, self.world.now + self.host.skew_s, hung=hung)
+        self.handle(lc.WorkersEnded(workers.round.number, failure, self.committed))
+
+    def hang(self, workers: Workers) -> None:
+        """In the middle of a step. Its peers wait for it, and nobody would ever hear of it."""
+        if workers.running is not None and not workers.failed and not workers.hung:
+            workers.hung = True
+            self.tell(f"a worker of round {workers.round.number} is stopped in step {workers.running}")
+            first = workers.round.snapshot.step if workers.round.snapshot else 0
+            self._look(workers, Watch(Bounds.of(None, self.world.settings.unreachable_s), first))
+
+    def _look(self, workers: Workers, watch: Watch) -> None:
+        if self.workers is workers and not workers.failed and workers.started is not None:
+            sights = {0: Sight(workers.started, NONE, NONE, STOPPED)}
+            found = watch.look(self.world.now, sights, NONE, self.hold is not None)
+            if found is None:
+                self.at(LOOK_S, lambda: self._look(workers, watch))
+            else:
+                workers.failed = True
+                self.tell(f"a worker {found}")
+                self._report(workers, 74, str(found))

@@ -19,8 +19,23 @@ def fault(world: World) -> None:
     """One thing goes wrong, or somebody wishes something."""
     chance, agents = world.random, [world.agents[name] for name in sorted(world.agents)]
     kind = chance.choices(
-        ["join", "host", "agent", "worker", "pause", "cut", "part", "mend", "down", "drain", "resize", "slow", "loss"],
-        [4, 1, 2, 3, 2, 2, 1, 3, 1, 1, 2, 1, 1],
+        [
+            "join",
+            "host",
+            "agent",
+            "worker",
+            "pause",
+            "cut",
+            "part",
+            "mend",
+            "down",
+            "drain",
+            "resize",
+            "slow",
+            "loss",
+            "hang",
+        ],
+        [4, 1, 2, 3, 2, 2, 1, 3, 1, 1, 2, 1, 1, 1],
     )[0]
     seconds = chance.choice([0.3, 3.0, 8.0, 40.0]) * chance.random()
     if kind == "join":
@@ -50,6 +65,8 @@ def fault(world: World) -> None:
             world.kill_agent(agent)
         elif kind == "worker" and agent.workers is not None:
             agent.fail(agent.workers, "killed")
+        elif kind == "hang" and agent.workers is not None:
+            agent.hang(agent.workers)
         elif kind == "pause":
             world.pause(agent, seconds)
         elif kind == "cut":

@@ -120,6 +120,7 @@ class World:
 
     def _proved_gone(self, witness: Agent, gone: Agent) -> None:
         def remove() -> None:
+            witness.decider.forbearance.proved_gone.add(gone.name)
             self.store.delete(f"{RUN}/members/{gone.name}")
             held = self.store.entries.get(f"{RUN}/decider")
             if held is not None and json.loads(held.value)["node"] == gone.name:
@@ -164,14 +165,14 @@ class World:
         group = self.group(round_)
         if group is None:
             return
-        steps = {agent.workers.running if agent.workers and not agent.workers.failed else None for agent in group}
+        steps = {agent.workers.running if agent.workers and agent.workers.well else None for agent in group}
         step = steps.pop()
         if not steps and step is not None:
             self.later(STEP_S * (0.5 + self.random.random()), lambda: self._step(round_, group, step))
 
     def _step(self, round_: Round, group: list[Agent], step: int) -> None:
         if self.group(round_) != group or any(
-            agent.workers is None or agent.workers.failed or agent.workers.running != step for agent in group
+            agent.workers is None or not agent.workers.well or agent.workers.running != step for agent in group
         ):
             return
         snapshot = SnapshotId(round_.number, step + 1, LAYOUT.digest)
@@ -282,6 +283,8 @@ class World:
         if self.newest is None or self.newest.phase != "running":
             return False
         group = self.group(self.newest)
+        if any(agent.workers is not None and not agent.workers.well for agent in group or []):
+            return False
         members = [agent.member for agent in self.agents.values()]
         best = forming.select(members, self.newest.sizes, self.settings.min_nodes, self.settings.max_nodes)
         return group is not None and best is not None and len(best.members) == len(group)

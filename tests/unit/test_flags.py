@@ -93,7 +93,7 @@ def test_every_flag_has_its_variables(train: None, theirs: dict[str, Action]) ->
     for rows in (*flags.TORCHRUN.values(), *flags.OURS.values()):
         for row in rows:
             choices = row.options.get("choices")
-            text = "true" if row.switch else choices[-1] if choices else "2"
+            text = "true" if row.switch else choices[-1] if choices else "3"
             assert flags.parser({f"TENPLEXRUN_{row.dest.upper()}": text}).get_default(row.dest) != row.options.get(
                 "default", False
             )
@@ -125,6 +125,10 @@ REFUSED = [
     (["--rdzv-endpoint=::1:5"], "brackets"),
     (["--max-restarts=-1"], "--max-restarts"),
     (["--shutdown-timeout=-1"], "--shutdown-timeout"),
+    (["--hang-timeout=soon"], "auto, off"),
+    (["--hang-timeout=nan"], "nan"),
+    (["--hang-timeout=9"], "2 * lease"),
+    (["--hang-timeout=20", "--rdzv-conf=lease=11"], "2 * lease"),
     (["--nproc=2"], "--nproc"),
     (["--nproc-per-n=2"], "write --nproc-per-node in full"),
 ]

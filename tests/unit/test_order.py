@@ -186,13 +186,15 @@ def test_json() -> None:
 
 def test_resume_under_another_order_fails_loudly() -> None:
     saved = DataOrder(10, 1, 8, 2, fingerprint="a")
-    DataOrder(10, 1, 4, 1, "wrap", fingerprint="a").check_continues(saved)
-    for other in (
-        DataOrder(11, 1, 8, 2, fingerprint="a"),
-        DataOrder(10, 2, 8, 2, fingerprint="a"),
-        DataOrder(10, 1, 8, 2, fingerprint="b"),
+    DataOrder(10, 1, 4, 2, "wrap", fingerprint="a").check_continues(saved)
+    for other, both in (
+        (DataOrder(11, 1, 8, 2, fingerprint="a"), "num_samples was 10, is 11"),
+        (DataOrder(10, 2, 8, 2, fingerprint="a"), "seed was 1, is 2"),
+        (DataOrder(10, 1, 8, 4, fingerprint="a"), "micro_batch was 2, is 4"),
+        (DataOrder(10, 1, 8, 2, fingerprint="b"), "fingerprint was 'a', is 'b'"),
+        (DataOrder(10, 1, 8, 2, algo="blocks-1:2:2", fingerprint="a"), "algo was 'feistel-1', is 'blocks-1:2:2'"),
     ):
-        with pytest.raises(DataError, match="not the data the job was reading"):
+        with pytest.raises(DataError, match=f"not the data the job was reading: {both}. Give the same"):
             other.check_continues(saved)
     with pytest.raises(DataError, match="negative"):
         saved.step(-1)

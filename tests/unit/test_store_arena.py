@@ -153,7 +153,7 @@ def test_adopted_pieces_make_up_for_lost_ones(arena: Arena) -> None:
 
 def test_full_arena_says_what_is_needed_and_leaves_nothing(tmp_path: Path) -> None:
     arena = Arena.open(tmp_path, limit_bytes=SLOT_BYTES + 100)
-    with pytest.raises(ArenaFullError, match=f"slot-1-1.bin needs {SLOT_BYTES} bytes more, 100 are free"):
+    with pytest.raises(ArenaFullError, match=f"two slots needs {2 * SLOT_BYTES} bytes more, {SLOT_BYTES + 100} are"):
         arena.open_round(1, LAYOUT, CLAIM)
     assert tensor_files(tmp_path) == []
     with pytest.raises(ArenaFullError):

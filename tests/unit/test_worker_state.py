@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -180,21 +181,29 @@ def test_what_a_state_refuses() -> None:
         declare((model, optimizer, None)).values()
 
 
+def draw() -> list[float]:
+    return [torch.randn(1).item(), random.random(), random.gauss(), np.random.rand(), np.random.randn()]
+
+
 def test_streams_go_by_coordinate() -> None:
     here = Streams(CPU, {"pp": 0, "dp": 1, "cp": 0, "tp": 0})
     torch.manual_seed(5)
     saved = {fqn: state.clone() for fqn, state in here.read().items()}
-    assert list(saved) == ["rng.cpu.pp0.dp1.cp0.tp0"]
+    assert list(saved) == [f"rng.{kind}.pp0.dp1.cp0.tp0" for kind in ("cpu", "python", "numpy")]
     assert dict(here.specs()[0].coordinate) == {"pp": 0, "dp": 1, "cp": 0, "tp": 0}
-    expected = torch.randn(3)
+    expected = draw()
     here.adopt(saved)
-    assert torch.equal(torch.randn(3), expected)
+    assert draw() == expected
+    saved = {fqn: state.clone() for fqn, state in here.read().items()}  # now half of a pair of Gaussians is left
+    expected = draw()
+    here.adopt(saved)
+    assert draw() == expected
     draws = []
     for coord, step in (((0, 1), 4), ((0, 1), 4), ((0, 2), 4), ((0, 1), 5)):
         Streams(CPU, {"pp": coord[0], "dp": coord[1], "cp": 0, "tp": 0}).derive(5, step)
-        draws.append(torch.randn(1).item())
+        draws.append(draw())
     assert draws[0] == draws[1]
-    assert len(set(draws)) == 3
+    assert all(len(set(column)) == 3 for column in zip(*draws, strict=True))
 
 
 def test_values_are_json_that_comes_back() -> None:

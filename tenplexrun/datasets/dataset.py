@@ -1,0 +1,197 @@
+"""A dataset is parts of files laid end to end, and where in them its samples lie."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from io import FileIO
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from tenplexrun.errors import DataError
+
+Ids = npt.NDArray[np.int64]
+Decode = Callable[[bytes, int], Any]
+"""A sample's bytes and its number → the sample."""
+
+_HASHED_BLOCKS = 256
+_HASHED_BLOCK_BYTES = 1 << 20
+_MAX_OPEN_FILES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Bytes [offset, offset + num_bytes) of a file."""
+
+    path: str
+    offset: int
+    num_bytes: int
+
+
+class Pieces:
+    """Pieces of files end to end. Files stay open, up to 64; a copy in another process opens its own."""
+
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        self._pieces = [piece for piece in pieces if piece.num_bytes]
+        *self._starts, self.num_bytes = itertools.accumulate((p.num_bytes for p in self._pieces), initial=0)
+        self._files: dict[str, FileIO] = {}
+
+    def __reduce__(self) -> tuple[type[Pieces], tuple[list[Piece]]]:
+        return Pieces, (self._pieces,)
+
+    def place(self, offset: int) -> tuple[Piece, int]:
+        """The piece that byte `offset` of all lies in, and its offset in that file."""
+        number = bisect.bisect_right(self._starts, offset) - 1
+        piece = self._pieces[number]
+        return piece, piece.offset + offset - self._starts[number]
+
+    def read(self, offset: int, num_bytes: int) -> bytes:
+        """Raises DataError when a file has gone or shrunk since it was listed."""
+        data = bytearray(num_bytes)
+        self.read_into(offset, memoryview(data))
+        return bytes(data)
+
+    def read_into(self, offset: int, data: memoryview) -> None:
+        """Fill `data` with the bytes from `offset` on. Raises DataError as `read`."""
+        number = bisect.bisect_right(self._starts, offset) - 1
+        while len(data):
+            piece, skip = self._pieces[number], offset - self._starts[number]
+            part = min(len(data), piece.num_bytes - skip)
+            self._read_piece(piece, skip, data[:part])
+            data, offset, number = data[part:], offset + part, number + 1
+
+    def _read_piece(self, piece: Piece, skip: int, data: memoryview) -> None:
+        try:
+            file = self._files.get(piece.path) or self._open(piece.path)
+            found = os.preadv(file.fileno(), [data], piece.offset + skip)
+            while 0 < found < len(data):
+                more = os.preadv(file.fileno(), [data[found:]], piece.offset + skip + found)
+                found = found + more if more else -1
+        except OSError as error:
+            raise DataError(f"cannot read {piece.path}: {error.strerror}; is it there on this node?") from error
+        if found != len(data):
+            raise DataError(f"{piece.path} has shrunk since the job began; restore it")
+
+    def _open(self, path: str) -> FileIO:
+        while len(self._files) >= _MAX_OPEN_FILES:
+            self._files.pop(next(iter(self._files))).close()
+        self._files[path] = file = FileIO(path)
+        return file
+
+
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """Samples of different sizes: bytes [starts[i], ends[i]) of the pieces; int64 [num_samples] both."""
+
+    starts: Ids
+    ends: Ids
+    decode: Decode
+
+
+@dataclass(frozen=True, slots=True)
+class Dataset:
+    """`num_samples` samples in `pieces`.
+
+    Either all of numpy type `dtype` and of `shape`, one every `stride` bytes (0: end to end); or `spans` says where
+    each is, and `dtype` is "". `note` is what the fingerprint covers besides the bytes, such as the names of classes.
+    As a sequence it has the decoded samples, and pickles: torch's DataLoader takes it.
+    """
+
+    spec: str
+    num_samples: int
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: Pieces = field(repr=False, compare=False)
+    stride: int = 0
+    spans: Spans | None = field(default=None, repr=False, compare=False)
+    note: str = ""
+
+    @property
+    def sample_bytes(self) -> int:
+        """Raises DataError where samples differ in size."""
+        if self.spans is not None:
+            raise DataError(
+                f"dataset {self.spec} has samples of different sizes, which the view does not show: leave --data out; "
+                "job.loader reads the files themselves"
+            )
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_samples * self.sample_bytes
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, number: int) -> Any:
+        """Sample `number`, decoded: an array [*shape], or what the format makes of its bytes.
+
+        Raises DataError for bytes that cannot be decoded, IndexError for a number out of range."""
+        number = range(self.num_samples)[number]
+        raw = self.raw(number)
+        if self.spans is None:
+            return np.frombuffer(bytearray(raw), dtype=self.dtype).reshape(self.shape)
+        try:
+            return self.spans.decode(raw, number)
+        except (ValueError, OSError, KeyError, SyntaxError) as error:
+            raise DataError(f"dataset {self.spec}: sample {number} of {self.where(number)}: {error}") from error
+
+    def span(self, number: int) -> tuple[int, int]:
+        """Begin and end of a sample's bytes in the pieces."""
+        if self.spans is not None:
+            return int(self.spans.starts[number]), int(self.spans.ends[number])
+        start = number * (self.stride or self.sample_bytes)
+        return start, start + self.sample_bytes
+
+    def where(self, number: int) -> str:
+        """For people: the file a sample begins in, and at which byte."""
+        piece, offset = self.pieces.place(self.span(number)[0])
+        return f"{piece.path} at byte {offset}"
+
+    def raw(self, number: int) -> bytes:
+        """A sample's bytes as they are stored."""
+        start, end = self.span(number)
+        return self.pieces.read(start, end - start)
+
+    def read(self, offset: int, num_bytes: int) -> bytes:
+        """Bytes of the samples laid end to end. Raises DataError when a file has gone or shrunk since it was listed."""
+        size = self.sample_bytes
+        if self.stride in (0, size):
+            return self.pieces.read(offset, num_bytes)
+        first, last = offset // size, min(-(-(offset + num_bytes) // size), self.num_samples)
+        found = b"".join(map(self.raw, range(first, last)))
+        return found[offset - first * size :][:num_bytes]
+
+    def gather(self, ids: Ids) -> npt.NDArray[Any]:
+        """The samples `ids` [n], which have one size, as an array [n, *shape], read from the files one by one."""
+        size = self.sample_bytes
+        rows = np.empty((len(ids), size), dtype=np.uint8)
+        for row, start in zip(rows, (ids * (self.stride or size)).tolist(), strict=True):
+            self.pieces.read_into(start, row.data)
+        return (
+            rows.view(self.dtype).reshape(len(ids), *self.shape) if len(ids) else np.empty((0, *self.shape), self.dtype)
+        )
+
+    def checksums(self) -> Iterator[int]:
+        """xxh3 (64 bits) of each sample's stored bytes."""
+        return (xxhash.xxh3_64_intdigest(self.raw(number)) for number in range(self.num_samples))
+
+    def fingerprint(self) -> str:
+        """Names the content: xxh3 over type, shape, places and bytes; beyond 256 MiB over 256 evenly spaced MiB."""
+        digest = xxhash.xxh3_128(f"{self.num_samples} {self.dtype} {self.shape}".encode())
+        digest.update(self.note.encode())
+        if self.spans is not None:
+            digest.update(self.spans.starts.tobytes() + self.spans.ends.tobytes())
+        num_bytes = self.pieces.num_bytes if self.spans is not None else self.span(self.num_samples - 1)[1]
+        blocks = -(-num_bytes // _HASHED_BLOCK_BYTES)
+        for number in range(min(blocks, _HASHED_BLOCKS)):
+            start = number * blocks // min(blocks, _HASHED_BLOCKS) * _HASHED_BLOCK_BYTES
+            digest.update(self.pieces.read(start, min(_HASHED_BLOCK_BYTES, num_bytes - start)))
+        return f"xxh3-{digest.hexdigest()}"
