@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from pathlib import Path
 
 import pytest
 from cluster import Cluster
+from hosts import Hosts, missing
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 GPT = [str(ROOT / "examples" / "train_gpt.py"), "--dim=32", "--heads=2", "--seq-len=32", "--global-batch=4"]
@@ -25,19 +27,24 @@ def add(cluster: Cluster, name: str, most: int) -> None:
     cluster.start(name, f"127.0.0.{'abcd'.index(name) + 1}", [f"--nnodes=2:{most}", *FLAGS], GPT)
 
 
+def served(cluster: Cluster, name: str) -> tuple[str, ...]:
+    """Where a node knows the etcd to be served."""
+    events = cluster.events(name, "etcd_served")
+    return tuple(events[-1]["endpoints"]) if events else ()
+
+
 def hosts(cluster: Cluster, number: int, without: str = "-") -> list[str]:
     """Wait until all nodes know as many servers, none of them on the node `without`. Returns the nodes that host."""
     address = f"127.0.0.{'abcd'.find(without) + 1}:"
 
-    def served() -> list[str] | None:
-        latest = [(cluster.events(name, "etcd_served") or [{"endpoints": []}])[-1] for name in cluster.agents]
-        lists = {tuple(event["endpoints"]) for event in latest}
+    def agreed() -> list[str] | None:
+        lists = {served(cluster, name) for name in cluster.agents}
         [first, *others] = lists
         if others or len(first) != number or any(endpoint.startswith(address) for endpoint in first):
             return None
         return ["abcd"[int(endpoint.split(":")[0][-1]) - 1] for endpoint in first]
 
-    return list(cluster.wait(served, f"an etcd of {number}"))
+    return list(cluster.wait(agreed, f"an etcd of {number}"))
 
 
 def lose(cluster: Cluster, name: str, round_number: int) -> None:
@@ -93,3 +100,35 @@ def test_a_host_that_is_told_to_leave_is_replaced_first(cluster: Cluster) -> Non
     assert cluster.wait_round(1, 3)["cause"] == "node_left"
     assert hosts(cluster, 3, without="a") == ["b", "c", "d"]
     end(cluster)
+
+
+@pytest.mark.slow
+def test_the_host_that_is_lost_before_the_etcd_has_grown_ends_the_job(cluster: Cluster) -> None:
+    start(cluster, "abc")
+    cluster.wait(lambda: cluster.events(kind="etcd_hosted"), "a second server")
+    cluster.kill_node("a")
+    assert {cluster.exit_code(name) for name in "bc"} == {70}
+    assert "was the node that hosts it lost?" in cluster.log("b")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(missing() is not None, reason=str(missing()))
+def test_a_host_whose_cable_is_pulled(cluster: Cluster) -> None:
+    """Nothing is refused: servers and agents find out by silence."""
+    with Hosts() as apart:
+        for name in "abc":
+            env = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0"}
+            cluster.start(name, apart.add(name), ["--nnodes=2:3", *FLAGS], GPT, env, apart.enter(name))
+        cluster.wait_round(0, 3)
+        cluster.wait(lambda: all(len(served(cluster, name)) == 3 for name in "abc"), "an etcd of 3")
+        committed, began = cluster.committed(), time.monotonic()
+        apart.unplug("a")
+        round_ = cluster.wait_round(1, 2)
+        print(f"a silent, round 1 runs after {time.monotonic() - began:.1f} s")
+        assert round_["step"] >= committed
+        cluster.progress(3)
+        cluster.wait(lambda: all(len(served(cluster, name)) == 1 for name in "bc"), "an etcd of 1")
+        apart.plug("a")
+        cluster.wait_round(2, 3)
+        cluster.progress(3)
+        end(cluster)
