@@ -52,10 +52,11 @@ async def current_epoch(coordination: Coordination, run_id: str, own: str = "") 
     if current is None:
         return None
     folder = f"{run_folder(run_id)}/{json.loads(current.value)['epoch']}"
-    content = await coordination.list(folder)
-    if folder != own and not any(key.startswith(f"{folder}/members/") for key in content):
+    # A decider is a member: with one, a thousand nodes that join need not all list a thousand members.
+    lives = folder == own or await coordination.get(f"{folder}/decider") or await coordination.list(f"{folder}/members")
+    if not lives:
         return None
-    round_ = content.get(f"{folder}/round")
+    round_ = await coordination.get(f"{folder}/round")
     if round_ is not None and round_from_json(json.loads(round_.value)).phase == "ended":
         return None
     return folder
@@ -89,23 +90,44 @@ async def join_run(
             if seen is not None and json.loads(seen.value).get("proof", proof) != proof:
                 raise UsageError(f"the nodes of the run {run_id} have another secret; give all the same --secret-file")
             lease = await coordination.hold(f"{folder}/members/{member.node}", document, ttl_s)
-            if await current_epoch(coordination, run_id) == folder:
+            if await _kept(lease, _is_current(coordination, run_id, folder)):
                 return folder, lease
-            await lease.release()
             continue
         epoch = uuid.uuid4().hex[:12]
         current = _current(epoch, proof)
         folder = f"{run_folder(run_id)}/{epoch}"
         # The member first: an epoch without one counts as left behind, and anybody may replace it.
         lease = await coordination.hold(f"{folder}/members/{member.node}", document, ttl_s)
-        try:
-            if seen is None:
-                await coordination.create(current_key(run_id), current)
-            else:
-                await coordination.swap(current_key(run_id), current, seen.token)
+        if await _kept(lease, _name_epoch(coordination, run_id, seen, current)):
             return folder, lease
-        except CompareFailedError:
+
+
+async def _is_current(coordination: Coordination, run_id: str, folder: str) -> bool:
+    return await current_epoch(coordination, run_id) == folder
+
+
+async def _name_epoch(coordination: Coordination, run_id: str, seen: KeyValue | None, document: str) -> bool:
+    """Whether the run's record is now this one, in place of what was `seen`."""
+    try:
+        if seen is None:
+            await coordination.create(current_key(run_id), document)
+        else:
+            await coordination.swap(current_key(run_id), document, seen.token)
+    except CompareFailedError:
+        return False
+    return True
+
+
+async def _kept(lease: Lease, wanted: Awaitable[bool]) -> bool:
+    """Whether the lease is wanted. Else, and where that can't be told, it is let go: refreshed for ever, it would stand
+    in the way of the next try."""
+    wish = False
+    try:
+        wish = await wanted
+    finally:
+        if not wish:
             await lease.release()
+    return wish
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,9 +199,15 @@ async def _lives_on(coordination: Coordination, run_id: str, gone: Gone | None) 
 
 
 async def _is_dead(coordination: Coordination, folder: str, gone: Gone | None) -> bool:
+    """Whether nobody listens at any member's link. The decider is asked first: mostly it answers for all."""
+    if gone is None:
+        return False
+    decider = await coordination.get(f"{folder}/decider")
+    if decider is not None and not await gone(str(json.loads(decider.value)["link"])):
+        return False
     members = await coordination.list(f"{folder}/members")
     links = [str(json.loads(found.value)["link"]) for found in members.values()]
-    return gone is not None and all(await asyncio.gather(*map(gone, links)))
+    return all(await asyncio.gather(*map(gone, links)))
 
 
 async def bury(coordination: Coordination, folder: str, node: str) -> None:

@@ -7,21 +7,25 @@ import json
 import os
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from tenplexrun import channel
 from tenplexrun.agent.app import Agent, Launch
 from tenplexrun.agent.desk import Desk
+from tenplexrun.agent.durable import Collector
 from tenplexrun.agent.environment import NodeFacts
+from tenplexrun.agent.etcd import Etcd
 from tenplexrun.agent.etcd_members import Members
 from tenplexrun.agent.etcd_v3 import EtcdV3
 from tenplexrun.agent.events import EventLog
 from tenplexrun.agent.hosting import Hosting
 from tenplexrun.agent.links import Links
 from tenplexrun.agent.logs import WorkerLogs
-from tenplexrun.agent.meeting import find_meeting, named_ports, own_host
-from tenplexrun.agent.pool import Pool
+from tenplexrun.agent.meeting import Meeting, find_meeting, named_ports, own_host
+from tenplexrun.agent.pool import SINGLE_THREADED, Pool
 from tenplexrun.agent.processes import Processes, module_command
 from tenplexrun.agent.rendezvous import token_proof
 from tenplexrun.agent.session import NodeServices
@@ -35,6 +39,7 @@ from tenplexrun.core.rounds import Member, Verdict
 from tenplexrun.errors import ProcessError
 from tenplexrun.store.client import StoreClient
 from tenplexrun.vfs.client import ViewClient
+from tenplexrun.worker.checkpoint_client import CheckpointClient
 
 WARM_UP_NEWS_S = 10.0
 MAX_RESTARTS = 20  # of the store or the view, killed from outside; ends of their own are never repeated
@@ -61,36 +66,22 @@ class Node:
         died: asyncio.Queue[Verdict] = asyncio.Queue()
         pool = self.pool
         host = own_host(spec.meeting.endpoints, spec.local_addr)
-        await asyncio.gather(self._start_store(host), self._start_view())
+        await asyncio.gather(self._start_store(host), self._start_view(), self._start_checkpoints())
         growing = spec.meeting.hosted and bool(spec.meeting.endpoints) and spec.max_nodes >= FULL
         hosting = Hosting(self.processes, self.node_dir, self.events, host, growing)
         watching = asyncio.ensure_future(self._keep_alive(host, hosting, died))
         store = StoreClient(str(self.node_dir / "store.sock"))
         view = ViewClient(str(self.node_dir / "view.sock"))
+        checkpoints = self._checkpoints()
         links, desk = Links(self.node, self.token), Desk()
         logs = WorkerLogs(self.output, alias=f"{spec.run_id}_{self.node}")
         link = hosting.name = await links.start(host)
+        meeting, coordination = await self._meet(hosting)
         links.on_invite = hosting.join
-        meeting = await find_meeting(spec.meeting, spec.local_addr, hosting)
-        coordination = meeting.connect()
-        if growing and isinstance(coordination, EtcdV3):
-            hosting.members, hosting.named = Members(coordination), named_ports(spec.meeting.endpoints)
-            hosting.port = channel.split_host_port(meeting.endpoints[0])[1]
         try:
             store_address = channel.join_host_port(host, await store.hello())
             shown = await view.hello()
-            self.events.say(
-                f"run {spec.run_id}, etcd at {meeting}; data shown by {shown['mode']} ({shown['reason']}); "
-                f"{self._limits()}"
-            )
-            self.events.emit(
-                "started",
-                pid=os.getpid(),
-                endpoint=",".join(meeting.endpoints),
-                api=meeting.api,
-                view=shown["mode"],
-                dir=str(self.node_dir),
-            )
+            self._tell_start(meeting, shown)
             await desk.start(f"unix:{self.node_dir / 'agent.sock'}")
             place = (spec.num_workers, spec.node_rank, spec.role, spec.rack)
             member = Member(self.node, host, link, store_address, *place)
@@ -106,12 +97,15 @@ class Node:
                 events=self.events,
                 data=await self._data(view),
                 hangs=spec.timeouts.hangs,
+                checkpoints=checkpoints,
+                collector=self._collector(checkpoints),
+                hosting=hosting,
             )
             await self._warm_up()
             member = replace(member, ready_s=round(time.monotonic() - self.began, 3))
             rest = (spec.timeouts.lease_s, spec.meeting.hosted, token_proof(self.token))
             launch = Launch(spec.run_id, member, self._settings(), *rest)
-            agent = Agent(launch, coordination, services, desk, died, signals, hosting)
+            agent = Agent(launch, coordination, services, desk, died, signals)
             agent.on_joined = lambda key: self.processes.set_cleanup(coordination.removals(key) if key else ())
             return await agent.run()
         finally:
@@ -119,8 +113,34 @@ class Node:
             await desk.close()
             await links.close()
             await pool.close()
+            if checkpoints is not None:
+                await checkpoints.close()
             await logs.close()
             await coordination.close()
+
+    async def _meet(self, hosting: Hosting) -> tuple[Meeting, Etcd]:
+        """The run's etcd, and what this node has to know to host a part of it."""
+        wanted = self.spec.meeting
+        meeting = await find_meeting(wanted, self.spec.local_addr, hosting)
+        coordination = meeting.connect()
+        if hosting.growing and isinstance(coordination, EtcdV3):
+            hosting.members, hosting.named = Members(coordination), named_ports(wanted.endpoints)
+            hosting.port = channel.split_host_port(meeting.endpoints[0])[1]
+        return meeting, coordination
+
+    def _tell_start(self, meeting: Meeting, shown: Mapping[str, Any]) -> None:
+        self.events.say(
+            f"run {self.spec.run_id}, etcd at {meeting}; data shown by {shown['mode']} ({shown['reason']}); "
+            f"{self._limits()}"
+        )
+        self.events.emit(
+            "started",
+            pid=os.getpid(),
+            endpoint=",".join(meeting.endpoints),
+            api=meeting.api,
+            view=shown["mode"],
+            dir=str(self.node_dir),
+        )
 
     async def _warm_up(self) -> None:
         """Wait for the pool's imports; nobody should take a slow disk for a hang."""
@@ -144,6 +164,7 @@ class Node:
             max_churn=spec.max_churn,
             replicas=spec.replicas,
             assign=least_cost,
+            durable=spec.checkpoints is not None,
         )
 
     def _facts(self, store_address: str) -> NodeFacts:
@@ -154,6 +175,7 @@ class Node:
             signals=",".join(signum.name for signum in spec.signals),
             max_restarts=spec.max_restarts,
             snapshot_every=spec.snapshot_every,
+            checkpoints=spec.checkpoints is not None and spec.checkpoints.home is not None,
             grace_s=spec.timeouts.grace_s,
             node_dir=str(self.node_dir),
             store=store_address,
@@ -169,6 +191,16 @@ class Node:
             f"joins are gathered for {times.join_window_s:g} s, too few nodes wait {times.rendezvous_s:g} s, "
             f"{times.hangs}"
         )
+
+    def _checkpoints(self) -> CheckpointClient | None:
+        spec = self.spec.checkpoints
+        if spec is None:
+            return None
+        return CheckpointClient(str(self.node_dir / "checkpoints.sock"), spec.home, spec.origin, spec.keep)
+
+    def _collector(self, client: CheckpointClient | None) -> Collector | None:
+        spec = self.spec.checkpoints
+        return None if client is None or spec is None or not spec.home else Collector(client, spec.every, self.events)
 
     async def _data(self, view: ViewClient) -> dict[str, object] | None:
         data = self.spec.data
@@ -206,9 +238,20 @@ class Node:
         }
         await self.processes.spawn("view", module_command("tenplexrun.vfs.server", json.dumps(config)))
 
+    async def _start_checkpoints(self) -> None:
+        if self.spec.checkpoints is None:
+            return
+        config = json.dumps({"socket": str(self.node_dir / "checkpoints.sock")})
+        argv = module_command("tenplexrun.worker.checkpointer", config)
+        await self.processes.spawn("checkpoints", argv, env=SINGLE_THREADED)
+
     async def _keep_alive(self, host: str, hosting: Hosting, died: asyncio.Queue[Verdict]) -> None:
-        """Start store and view again when they die; what cannot be replaced ends this node."""
-        restart = {"store": lambda: self._start_store(host), "view": self._start_view}
+        """Start store, view and checkpoint process again when they die; what cannot be replaced ends this node."""
+        restart = {
+            "store": lambda: self._start_store(host),
+            "view": self._start_view,
+            "checkpoints": self._start_checkpoints,
+        }
         restarts: Counter[str] = Counter()
         while True:
             ended = await self.processes.exits.get()
