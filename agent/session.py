@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tenplexrun.agent import error_file
+from tenplexrun.agent import error_file, probe
 from tenplexrun.agent.durable import Collector, Declared, PartWriter
 from tenplexrun.agent.environment import NodeFacts, worker_env
 from tenplexrun.agent.events import EventLog
@@ -339,8 +339,8 @@ class Session:
     def _hung(self, hang: Hang) -> Failure:
         local_rank = hang.ranks[0]
         rank = self._mine.first_rank + local_rank
-        pid = next((pid for pid, known in self._workers.alive.items() if known == local_rank), 0)
-        folder = self._services.logs.folder(self.round.number, rank)
+        pid = next(pid for pid, known in self._workers.alive.items() if known == local_rank)
+        folder = self._services.logs.folder(self.round.number, rank) if probe.catches(pid, probe.DUMP) else None
         stacks = f"stacks in {folder / 'stderr.log'}" if folder else "stacks in the output of its node"
         place = (self._node, self._services.host, rank, local_rank, pid, WorkerHungError.exit_code, time.time())
         lines = tuple(self._services.logs.tail(self.round.number, rank))
