@@ -23,6 +23,7 @@ from tenplexrun.agent.durable import Collector, Declared, PartWriter
 from tenplexrun.agent.environment import NodeFacts, worker_env
 from tenplexrun.agent.events import EventLog
 from tenplexrun.agent.hangs import HangWatcher
+from tenplexrun.agent.hosting import Hosting
 from tenplexrun.agent.links import Links
 from tenplexrun.agent.logs import WorkerLogs
 from tenplexrun.agent.replication import Replication
@@ -57,6 +58,7 @@ class NodeServices:
     events: EventLog
     data: Mapping[str, Any] | None
     hangs: Bounds
+    hosting: Hosting
     checkpoints: CheckpointClient | None = None
     collector: Collector | None = None
 
