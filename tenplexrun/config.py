@@ -69,6 +69,7 @@ class JobSpec:
     snapshot_every: int
     checkpoints: CheckpointSpec | None
     replicas: int
+    state_bytes: int
     data: DataSpec | None
     view_mode: str
     secret_file: str
@@ -118,6 +119,7 @@ def check(args: argparse.Namespace, environ: Mapping[str, str]) -> JobSpec:
         snapshot_every=args.snapshot_every,
         checkpoints=_checkpoints(args),
         replicas=args.replicas,
+        state_bytes=_num_bytes("--state-files", args.state_files),
         data=_data(args),
         view_mode=args.view,
         secret_file=args.secret_file or os.path.join(environ.get("HOME", "/"), ".tenplexrun", "secret"),
@@ -148,6 +150,8 @@ def _refuse(args: argparse.Namespace) -> None:
         raise UsageError("--max-churn cannot be negative")
     if args.snapshot_every < 1:
         raise UsageError("--snapshot-every is a whole number of steps of at least 1")
+    if args.state_files != "0" and (args.checkpoint_dir or args.checkpoint_from):
+        raise UsageError("--state-files excludes --checkpoint-dir and --checkpoint-from: they are for job.state")
     if args.replicas < 1:
         raise UsageError("--replicas is a number of nodes of at least 1")
     if not _has_cwd():
@@ -277,6 +281,14 @@ def _data(args: argparse.Namespace) -> DataSpec | None:
         args.data
     ).check_shown()  # what is wrong with it should be said now, not when all has been started
     return DataSpec(args.data, args.global_batch, args.micro_batch or args.global_batch, args.data_seed)
+
+
+def _num_bytes(flag: str, text: str) -> int:
+    """A number of bytes, with K, M, G or T for powers of 1,024."""
+    digits, unit = (text[:-1], text[-1:].upper()) if text[-1:].isalpha() else (text, "")
+    if not digits.isdecimal() or unit not in ("", "K", "M", "G", "T"):
+        raise UsageError(f"{flag} {text!r} is no number of bytes such as 64M or 2G")
+    return int(digits) << 10 * ("", "K", "M", "G", "T").index(unit)
 
 
 def _notes(num_workers: int, conf: Mapping[str, str], environ: Mapping[str, str]) -> tuple[str, ...]:

@@ -143,6 +143,12 @@ OURS: dict[str, tuple[Flag, ...]] = {
             "those of data parallelism (default 2; all, if there are fewer)",
             _whole(2),
         ),
+        Flag(
+            "--state-files",
+            "what a rank may write for one step below $TENPLEX_STATE_DIR, in bytes, or as 64M or 2G: for scripts whose "
+            "state is files of their own (default 0: none are kept)",
+            _text("0", "BYTES"),
+        ),
         Flag("--snapshot-every", "steps between snapshots in memory (default 1)", _whole(1)),
         Flag(
             "--checkpoint-dir",

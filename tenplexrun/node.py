@@ -102,6 +102,7 @@ class Node:
                 hangs=spec.timeouts.hangs,
                 checkpoints=checkpoints,
                 collector=self._collector(checkpoints),
+                state_bytes=spec.state_bytes,
                 hosting=hosting,
             )
             await self._warm_up()
