@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
 import json
 import mmap
 import os
@@ -254,12 +255,14 @@ class Session:
         """Before the workers hear of the commit: from then on a later snapshot may be made."""
         if self._parts is None or self._declared is None or self._snapshot is None or step != self._sealed_step:
             return
-        record, self._page.pinned = self._snapshot
+        record, slot = self._snapshot
         index = await self._services.store.index(record)
-        self._parts.begin(step, tag, index, self._declared, self._unpin)
+        self._page.pinned = slot
+        self._parts.begin(step, tag, index, self._declared, functools.partial(self._unpin, slot))
 
-    def _unpin(self) -> None:
-        self._page.pinned = NONE
+    def _unpin(self, slot: int) -> None:
+        if self._page.pinned == slot:  # no later one has been pinned
+            self._page.pinned = NONE
 
     # --- stopping -------------------------------------------------------------------------------------------------
 

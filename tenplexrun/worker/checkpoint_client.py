@@ -9,6 +9,7 @@ from tenplexrun.channel import Caller, Record
 from tenplexrun.core.durable import Checkpoint, folder_name
 from tenplexrun.errors import ProcessError, WireError
 
+LOOK_S = 120.0  # then it is looked again: whoever decides must not wait for ever
 LONGEST_S = 24 * 3600.0  # a big state on a slow disk; the process itself says when a write fails
 
 
@@ -26,7 +27,7 @@ class CheckpointClient:
 
     async def newest(self, refused: Collection[str]) -> tuple[Checkpoint | None, list[str]]:
         await self.ready()
-        reply = await self._ask("newest", home=self._home, origin=self._origin, refused=list(refused))
+        reply = await self._ask("newest", LOOK_S, home=self._home, origin=self._origin, refused=list(refused))
         found = reply["checkpoint"]
         return found and Checkpoint(**found), list(reply["notes"])
 
@@ -65,8 +66,8 @@ class CheckpointClient:
     def _url(self, step: int) -> str:
         return f"{self._home}/{folder_name(step)}"
 
-    async def _ask(self, op: str, **args: Any) -> Record:
+    async def _ask(self, op: str, timeout_s: float | None = None, /, **args: Any) -> Record:
         try:
-            return await self._caller.request(op, None, **args)
+            return await self._caller.request(op, timeout_s, **args)
         except WireError as error:
-            raise ProcessError(f"the checkpoint process of this node has died: {error}") from error
+            raise ProcessError(f"the checkpoint process of this node has died or hangs: {error}") from error

@@ -29,7 +29,7 @@ from tenplexrun import channel
 from tenplexrun.core import records
 from tenplexrun.core.layout import Layout
 from tenplexrun.errors import CheckpointError, TenplexError
-from tenplexrun.worker import folders
+from tenplexrun.worker import folders, shares
 from tenplexrun.worker.folders import Folder
 
 if TYPE_CHECKING:
@@ -43,15 +43,14 @@ NICE = 5  # training goes first
 class Checkpointer:
     """One operation a method; blocking work runs in threads. At most one share is held at a time.
 
-    torch is imported while nobody waits for it: to say that there is no checkpoint takes none.
+    torch is imported while nobody waits for it: to say that there is no checkpoint, and to copy, takes none.
     """
 
     def __init__(self) -> None:
-        self._share: saving.Share | None = None
+        self._share: shares.Share | None = None
         self._cancelled = threading.Event()
         self._ops: dict[str, Callable[[Record], Record]] = {
             "load": self._load,
-            "take": self._take,
             "write": self._write,
             "cancel": self._cancel,
             "prepare": self._prepare,
@@ -65,6 +64,8 @@ class Checkpointer:
             return {}
         if op == "newest":
             return await self._newest(args)
+        if op == "take":
+            return await asyncio.to_thread(self._take, args)
         await asyncio.shield(self._imports)
         return await asyncio.to_thread(self._ops[op], args)
 
@@ -85,7 +86,7 @@ class Checkpointer:
         index, layout = Path(args["index"]), Layout.from_json(args["layout"])
         self._cancel({})
         try:
-            self._share = saving.take(index, layout, records.config(args["config"]), args["ranks"], args["me"])
+            self._share = shares.take(index, layout, records.config(args["config"]), args["ranks"], args["me"])
         except (OSError, ValueError) as error:
             raise CheckpointError(f"the snapshot cannot be copied: {error}") from error
         finally:
