@@ -137,6 +137,7 @@ def test_all_nodes_are_lost_and_the_job_goes_on_at_another_layout(cluster: Clust
     same(found, alone(home, 40), range(40))
 
 
+@pytest.mark.slow
 def test_a_kill_in_mid_write_leaves_the_one_before(cluster: Cluster, home: Path) -> None:
     command = job(home, 30, "--pause", "0.2")
     start(cluster, home, command, "--checkpoint-every=4", "--nproc-per-node=2", nodes=1)
@@ -182,6 +183,7 @@ def test_an_unwritable_folder_is_reported_and_training_goes_on(cluster: Cluster,
     same(steps(home), alone(home, 40), range(40))
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_reported_and_training_goes_on(cluster: Cluster, home: Path) -> None:
     (home / "ck").mkdir()
     if subprocess.run(
@@ -209,6 +211,7 @@ def damage(folder: Path) -> None:
         path.write_bytes(bytes(data))
 
 
+@pytest.mark.slow
 def test_damaged_checkpoints_are_said_and_passed_over_and_another_job_is_refused(cluster: Cluster, home: Path) -> None:
     start(cluster, home, job(home, 90, "--pause", "0.2"), "--checkpoint-every=4", "--nproc-per-node=2", nodes=1)
     cluster.wait(lambda: len(complete(home)) >= 2, "two checkpoints")
