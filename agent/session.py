@@ -80,7 +80,7 @@ class Session:
         self._digest = ""
         self._sealed: dict[int, int] = {}  # slot by step, until sealed
         self._values: dict[int, dict[str, Any]] = {}
-        self._sealing_step = self._sealed_step = NONE
+        self._sealing_step = self._sealed_step = self._committing = NONE
         self._snapshot: tuple[dict[str, Any], int] | None = None  # the newest one's id, and its slot
         parts = (services.checkpoints, round_, node, services.links.written, services.events)
         self._parts = PartWriter(*parts) if services.checkpoints is not None else None  # type: ignore[arg-type]
@@ -241,6 +241,9 @@ class Session:
     async def committed(self, step: int, checkpoint: str | None) -> None:
         """Every node has sealed `step` of this round, and it is on as many as asked; with the tag of a `checkpoint` it
         is to be written, too."""
+        if step <= self._committing:
+            return  # said again
+        self._committing = step
         try:
             await self._services.store.commit(self.round.number, step)
             if checkpoint is not None:

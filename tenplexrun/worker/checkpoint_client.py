@@ -43,8 +43,10 @@ class CheckpointClient:
         args = {"layout": layout, "config": config, "ranks": list(ranks), "groups": dict(groups), "slot": slot}
         return await self._ask("load", url=checkpoint.url, step=checkpoint.step, **args)
 
-    async def take(self, index: str, layout: Record, config: Record, ranks: Sequence[Sequence[int]], me: int) -> int:
-        args = {"layout": layout, "config": config, "ranks": [list(own) for own in ranks], "me": me}
+    async def take(
+        self, tag: str, index: str, layout: Record, config: Record, ranks: Sequence[Sequence[int]], me: int
+    ) -> int:
+        args = {"tag": tag, "layout": layout, "config": config, "ranks": [list(own) for own in ranks], "me": me}
         return int((await self._ask("take", index=index, **args))["num_bytes"])
 
     async def write(self, step: int, number: int, tag: str, groups: Mapping[str, int]) -> Record:

@@ -4,7 +4,7 @@ Started as `checkpointer.main()` with JSON: {"socket": path of its control socke
 
     newest   {home, origin, refused}                            -> {checkpoint: {url, step} | null, notes}
     load     {url, step, layout, config, ranks, groups, slot}   -> {step, consumed, values, without, num_bytes}
-    take     {index, layout, config, ranks: by node, me}        -> {num_bytes}        copy this node's share
+    take     {tag, index, layout, config, ranks: by node, me}   -> {num_bytes}        copy this node's share
     write    {url, number, tag, groups}                         -> a part's record    what was taken
     cancel   {}                                                 -> {}
     prepare  {url, tag, layout, parts}                          -> {}
@@ -47,7 +47,7 @@ class Checkpointer:
     """
 
     def __init__(self) -> None:
-        self._share: shares.Share | None = None
+        self._share: tuple[str, shares.Share] | None = None
         self._cancelled = threading.Event()
         self._ops: dict[str, Callable[[Record], Record]] = {
             "load": self._load,
@@ -86,18 +86,20 @@ class Checkpointer:
         index, layout = Path(args["index"]), Layout.from_json(args["layout"])
         self._cancel({})
         try:
-            self._share = shares.take(index, layout, records.config(args["config"]), args["ranks"], args["me"])
+            share = shares.take(index, layout, records.config(args["config"]), args["ranks"], args["me"])
         except (OSError, ValueError) as error:
             raise CheckpointError(f"the snapshot cannot be copied: {error}") from error
         finally:
             index.unlink(missing_ok=True)
-        return {"num_bytes": sum(piece.num_bytes for piece, _ in self._share.pieces)}
+        self._share = (args["tag"], share)
+        return {"num_bytes": sum(piece.num_bytes for piece, _ in share.pieces)}
 
     def _write(self, args: Record) -> Record:
-        share, self._share = self._share, None
-        if share is None:
-            raise CheckpointError("nothing was taken that could be written")
-        return saving.write(share, Folder(args["url"]), args["number"], args["tag"], args["groups"], self._cancelled)
+        taken, cancelled = self._share, self._cancelled
+        if taken is None or taken[0] != args["tag"]:
+            raise CheckpointError("a later checkpoint is written instead")
+        self._share = None
+        return saving.write(taken[1], Folder(args["url"]), args["number"], args["tag"], args["groups"], cancelled)
 
     def _cancel(self, _: Record) -> Record:
         """What is being written ends in an error."""
