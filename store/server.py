@@ -38,6 +38,11 @@ from tenplexrun.store.transfer import Peers
 
 log = logging.getLogger(__name__)
 
+PATIENCE = 2
+"""Sources that went away are asked again for so many times the longest wait for any progress."""
+ABANDON_S = 2.0
+"""The longest wait for a pull that was cancelled: one that is just connecting sees it late."""
+
 
 @dataclass(frozen=True, slots=True)
 class Config:
@@ -73,7 +78,7 @@ class Control:
 
     def __init__(self, arena: Arena, peers: Peers, port: int) -> None:
         self._arena, self._peers, self._port = arena, peers, port
-        self._jobs: set[PullJob] = set()
+        self._pulls: dict[PullJob, asyncio.Future[Record]] = {}
         self._replicating: ReplicaJob | None = None
         self._one_replication = asyncio.Lock()
         self._ops: dict[str, Callable[[Record], Awaitable[Record]]] = {
@@ -85,6 +90,7 @@ class Control:
             "inventory": self._inventory,
             "pull": self._pull,
             "progress": self._progress,
+            "abandon": self._abandon,
             "index": self._index,
             "layout": self._layout,
         }
@@ -134,20 +140,35 @@ class Control:
         return {}
 
     async def _inventory(self, _: Record) -> Record:
-        self._abandon_replication()
+        await self._abandon({})
         return {"holdings": [holding.to_json() for holding in await asyncio.to_thread(self._arena.inventory)]}
 
     async def _pull(self, args: Record) -> Record:
-        job = PullJob(self._arena, self._peers, Order.from_json(args))
-        self._jobs.add(job)
+        job = PullJob(self._arena, self._peers, Order.from_json(args), PATIENCE * self._peers.timeout_s)
+        running = asyncio.ensure_future(asyncio.to_thread(job.run))
+        self._pulls[job] = running
+        running.add_done_callback(lambda _: self._ended(job))
         try:
-            return await asyncio.to_thread(job.run)
+            return await asyncio.shield(running)
         finally:
             job.cancel()  # matters where this task was cancelled: the agent has gone
-            self._jobs.discard(job)
+
+    def _ended(self, job: PullJob) -> None:
+        running = self._pulls.pop(job)
+        if not running.cancelled():
+            running.exception()  # whoever asked may have gone
+
+    async def _abandon(self, _: Record) -> Record:
+        """A new round has other plans: end what is under way, and give back its memory."""
+        self._abandon_replication()
+        for job in self._pulls:
+            job.cancel()
+        if self._pulls:
+            await asyncio.wait(self._pulls.values(), timeout=ABANDON_S)
+        return {}
 
     async def _progress(self, _: Record) -> Record:
-        going = [job.progress for job in self._jobs]
+        going = [job.progress for job in self._pulls]
         return {"num_bytes": sum(p.num_bytes for p in going), "total_bytes": sum(p.total_bytes for p in going)}
 
     async def _index(self, args: Record) -> Record:
