@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tenplexrun import devices, formats, rdzv
+from tenplexrun.core.durable import Every
 from tenplexrun.core.forming import impossible
 from tenplexrun.core.output import PREFIX, STDERR, STDOUT, Output, Streams
 from tenplexrun.core.parallel import ParallelConfig
@@ -27,6 +28,16 @@ class DataSpec:
     global_batch: int
     micro_batch: int
     seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointSpec:
+    """Durable checkpoints: written to `home` (None: none are), `keep` of them stay; `origin` is one to start from."""
+
+    home: str | None
+    origin: str | None
+    every: Every
+    keep: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +67,7 @@ class JobSpec:
     virtual_local_rank: bool
     signals: tuple[signal.Signals, ...]
     snapshot_every: int
+    checkpoints: CheckpointSpec | None
     replicas: int
     data: DataSpec | None
     view_mode: str
@@ -104,6 +116,7 @@ def check(args: argparse.Namespace, environ: Mapping[str, str]) -> JobSpec:
         virtual_local_rank=args.virtual_local_rank,
         signals=_signals(args.signals_to_handle),
         snapshot_every=args.snapshot_every,
+        checkpoints=_checkpoints(args),
         replicas=args.replicas,
         data=_data(args),
         view_mode=args.view,
@@ -241,12 +254,28 @@ def _output(args: argparse.Namespace, environ: Mapping[str, str]) -> Output:
     )
 
 
+def _checkpoints(args: argparse.Namespace) -> CheckpointSpec | None:
+    every = Every.parse(args.checkpoint_every)
+    if args.checkpoint_keep < 1:
+        raise UsageError("--checkpoint-keep is a whole number of at least 1")
+    if args.checkpoint_dir is None and args.checkpoint_from is None:
+        return None
+    return CheckpointSpec(_url(args.checkpoint_dir), _url(args.checkpoint_from), every, args.checkpoint_keep)
+
+
+def _url(text: str | None) -> str | None:
+    """Paths do not depend on where a process runs."""
+    return text if not text or "://" in text or "::" in text else os.path.abspath(text)
+
+
 def _data(args: argparse.Namespace) -> DataSpec | None:
     if args.data is None:
         return None
     if args.global_batch is None or args.global_batch < 1:
         raise UsageError("--data needs --global-batch ROWS of at least 1: the order deals rows to steps")
-    formats.open_dataset(args.data)  # what is wrong with it should be said now, not when all has been started
+    formats.open_dataset(
+        args.data
+    ).check_shown()  # what is wrong with it should be said now, not when all has been started
     return DataSpec(args.data, args.global_batch, args.micro_batch or args.global_batch, args.data_seed)
 
 

@@ -113,14 +113,18 @@ class Dataset:
     spans: Spans | None = field(default=None, repr=False, compare=False)
     note: str = ""
 
-    @property
-    def sample_bytes(self) -> int:
-        """Raises DataError where samples differ in size."""
+    def check_shown(self) -> None:
+        """Raise DataError unless the view can show it: where samples differ in size."""
         if self.spans is not None:
             raise DataError(
                 f"dataset {self.spec} has samples of different sizes, which the view does not show: leave --data out; "
                 "job.loader reads the files themselves"
             )
+
+    @property
+    def sample_bytes(self) -> int:
+        """Raises DataError where samples differ in size."""
+        self.check_shown()
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
     @property

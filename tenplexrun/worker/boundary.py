@@ -19,7 +19,8 @@ class Boundary:
     """The boundaries of one round on one rank.
 
     Every rank passes the same boundaries in the same order, so all take the same snapshots and use the same slots
-    without a word to each other. A slot is written only when the fate of the snapshot in the other one is known.
+    without a word to each other. A slot is written only when the fate of the snapshot in the other one is known, and
+    while nobody copies it for a durable checkpoint.
     """
 
     def __init__(self, agent: Agent, writer: SlotWriter, every: int, read: Read) -> None:
@@ -41,12 +42,18 @@ class Boundary:
         if step % self._every == 0 and step > start:
             self._snapshot(step)
 
-    def _snapshot(self, step: int) -> None:
+    def finish(self, step: int, start: int) -> None:
+        """Take the job's last snapshot: it becomes a durable checkpoint, if there are any."""
+        if step > start:
+            self._snapshot(step, last=True)
+
+    def _snapshot(self, step: int, last: bool = False) -> None:
         if self._sealed == step:
             return
-        self._agent.wait(lambda: self._agent.page.committed >= self._sealed, step)
-        self._slot = 1 - self._slot
+        page, slot = self._agent.page, 1 - self._slot
+        self._agent.wait(lambda: page.committed >= self._sealed and page.pinned != slot, step)
+        self._slot = slot
         tensors, values = self._read(step)
         self._writer.write(self._slot, tensors)
         self._sealed = step
-        self._agent.sealed(step, self._slot, values)
+        self._agent.sealed(step, self._slot, values, last)

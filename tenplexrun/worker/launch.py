@@ -39,6 +39,8 @@ class Launch:
     """Path of the control page; "" where no agent runs."""
     snapshot_every: int
     """Steps."""
+    checkpoints: bool
+    """Whether durable checkpoints are written."""
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> Launch:
@@ -53,6 +55,7 @@ class Launch:
             agent=env.get("TENPLEX_AGENT", ""),
             control=env.get("TENPLEX_CONTROL", ""),
             snapshot_every=max(1, _number(env, "TENPLEX_SNAPSHOT_EVERY", 1)),
+            checkpoints=bool(_number(env, "TENPLEX_CHECKPOINTS", 0)),
         )
         if bool(launch.agent) != bool(launch.control):
             raise UsageError("TENPLEX_AGENT and TENPLEX_CONTROL come together; start the script with `tenplexrun`")

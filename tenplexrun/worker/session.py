@@ -13,7 +13,7 @@ from tenplexrun.errors import StateLostError
 from tenplexrun.worker.agent import Agent
 from tenplexrun.worker.boundary import Boundary
 from tenplexrun.worker.data import Loader
-from tenplexrun.worker.exchange import agree
+from tenplexrun.worker.exchange import agree, merged
 from tenplexrun.worker.launch import Launch, Place
 from tenplexrun.worker.slots import SlotWriter, Snapshot
 from tenplexrun.worker.state import State
@@ -34,7 +34,7 @@ class Session:
         """
         self._agent.event("built")
         layout = self._agree()
-        slots = self._agent.declare(layout, self._place.config)
+        slots = self._agent.declare(layout, self._place.config, self._groups())
         self._start = self._restore(layout)
         arena = arena_map(layout, self._place.config, self._launch.node_ranks)
         writer = SlotWriter(slots, arena, layout, self._place)
@@ -50,15 +50,23 @@ class Session:
 
     def finish(self, step: int) -> None:
         """All steps before `step` are done, and no more will come."""
-        self._boundary.after(step, self._start)
+        if self._launch.checkpoints:
+            self._boundary.finish(step, self._start)
+        else:
+            self._boundary.after(step, self._start)
         self._agent.done()
 
     def _agree(self) -> Layout:
         """The union of all ranks' layouts; on the way, that what a snapshot keeps once is the same on all."""
         once = self._state.values()
         once.pop("seed")
-        store = PrefixStore(f"tenplexrun/{self._launch.round}", _get_default_store())
-        return agree(store, self._place.config, self._launch.rank, self._state.layout(), once)
+        return agree(self._store(), self._place.config, self._launch.rank, self._state.layout(), once)
+
+    def _groups(self) -> dict[str, int]:
+        return merged(self._store(), self._place.config, self._launch.rank, self._state.groups())
+
+    def _store(self) -> PrefixStore:
+        return PrefixStore(f"tenplexrun/{self._launch.round}", _get_default_store())
 
     def _restore(self, layout: Layout) -> int:
         reply = self._agent.restore()
@@ -77,8 +85,8 @@ class Session:
             )
         values, step = reply["values"], int(reply["step"])
         self._state.adopt(filled, values)
-        derived = self._state.adopt_streams(filled, int(values["seed"]), step)
-        self._loader.begin(int(reply["consumed"]), values["order"])
+        derived = self._state.adopt_streams(filled, int(values.get("seed", 0)), step)
+        self._loader.begin(int(reply["consumed"]), values.get("order"))
         self._agent.event(
             "restored", step=step, num_bytes=num_bytes, seconds=time.monotonic() - began, derived_seed=derived
         )
