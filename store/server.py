@@ -35,6 +35,7 @@ from tenplexrun.store.peers import PeerServer
 from tenplexrun.store.pulls import Order, PullJob
 from tenplexrun.store.replication import ReplicaJob
 from tenplexrun.store.transfer import Peers
+from tenplexrun.store.web import Counters
 
 log = logging.getLogger(__name__)
 
@@ -76,8 +77,8 @@ class Config:
 class Control:
     """Answers the agent: one operation a method of `ports.StoreClient`. Blocking work runs in threads."""
 
-    def __init__(self, arena: Arena, peers: Peers, port: int) -> None:
-        self._arena, self._peers, self._port = arena, peers, port
+    def __init__(self, arena: Arena, peers: Peers, port: int, counters: Counters) -> None:
+        self._arena, self._peers, self._port, self._counters = arena, peers, port, counters
         self._pulls: dict[PullJob, asyncio.Future[Record]] = {}
         self._replicating: ReplicaJob | None = None
         self._one_replication = asyncio.Lock()
@@ -127,7 +128,9 @@ class Control:
             job = ReplicaJob(self._arena, self._peers, where, args["stores"])
             self._replicating = job
             try:
-                return await asyncio.to_thread(job.run)
+                done = await asyncio.to_thread(job.run)
+                self._counters.received(done["num_bytes"])
+                return done
             finally:
                 job.cancel()
 
@@ -149,7 +152,9 @@ class Control:
         self._pulls[job] = running
         running.add_done_callback(lambda _: self._ended(job))
         try:
-            return await asyncio.shield(running)
+            done = await asyncio.shield(running)
+            self._counters.received(done["num_bytes"])
+            return done
         finally:
             job.cancel()  # matters where this task was cancelled: the agent has gone
 
@@ -198,12 +203,13 @@ async def serve(config: Config) -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the agent's to handle: the state outlives the workers
     arena = Arena.open(config.folder, config.limit_bytes)
-    peer_server = PeerServer(arena, config.token.encode(), config.timeout_s)
+    counters = Counters()
+    peer_server = PeerServer(arena, config.token.encode(), config.timeout_s, counters)
     # Killed and started again, it must be where its peers know it to be.
     remembered = config.folder / "port"
     port = peer_server.start(config.host, int(remembered.read_text()) if remembered.exists() else 0)
     remembered.write_text(str(port))
-    control = Control(arena, Peers(config.token, config.timeout_s), port)
+    control = Control(arena, Peers(config.token, config.timeout_s), port, counters)
     server, _ = await channel.serve(f"unix:{config.socket}", control.handle)
     await server.serve_forever()
 

@@ -27,13 +27,15 @@ def tune(sock: socket.socket, timeout_s: float) -> None:
     sock.settimeout(timeout_s)
 
 
-def receive_frame(sock: socket.socket, kind: int, timeout_s: float) -> Record | None:
+def receive_frame(sock: socket.socket, kind: int, timeout_s: float, first: bytes = b"") -> Record | None:
     """One frame's header, complete within `timeout_s` after its first bytes; None if the peer ended before them.
+    `first`: what has been read of it already.
 
     Raises WireError on nonsense, PeerLostError on a stalled or broken connection. What follows the frame is not read.
     """
     reader = FrameReader(kind)
-    deadline: float | None = None
+    reader.feed(first)
+    deadline = time.monotonic() + timeout_s if first else None
     while True:
         try:
             data = sock.recv(min(reader.needed, CHUNK_BYTES))
