@@ -144,7 +144,9 @@ class Dataset:
             return np.frombuffer(bytearray(raw), dtype=self.dtype).reshape(self.shape)
         try:
             return self.spans.decode(raw, number)
-        except (ValueError, OSError, KeyError, SyntaxError) as error:
+        except DataError:
+            raise
+        except Exception as error:  # each format's library has its own
             raise DataError(f"dataset {self.spec}: sample {number} of {self.where(number)}: {error}") from error
 
     def span(self, number: int) -> tuple[int, int]:

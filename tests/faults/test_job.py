@@ -74,6 +74,24 @@ def test_a_lost_node_that_hosted_rank_0_is_replaced_by_a_spare(cluster: Cluster)
     end(cluster)
 
 
+@pytest.mark.slow
+def test_a_view_that_hangs_is_replaced_while_training_goes_on(cluster: Cluster) -> None:
+    cluster.start("a", "127.0.0.1", ["--nnodes=1:1", *TWO], GPT)
+    cluster.wait_round(0, 1)
+    if cluster.event("a", "started")["view"] != "fuse":
+        pytest.skip("no FUSE here")
+    cluster.progress(2)
+    shown = Path(cluster.event("a", "started")["dir"]) / "view" / "state" / "current"
+    assert len(list(shown.glob("*.npy"))) > 10
+    os.kill(process(cluster, "a", "tenplexrun.vfs.server"), signal.SIGSTOP)
+    cluster.progress(2)
+    assert "hangs" in cluster.event("a", "view_failed")["message"]
+    cluster.event("a", "process_ended")
+    cluster.wait(lambda: os.path.isdir(shown), "the state shown again")
+    cluster.progress(2)
+    end(cluster)
+
+
 def test_killed_store_and_view_come_back_and_still_hold_all(cluster: Cluster) -> None:
     start_two(cluster)
     cluster.wait_round(0, 2)

@@ -191,6 +191,10 @@ def test_tenplex_index(tmp_path: Path) -> None:
         assert found.keys() == sample.keys()
         np.testing.assert_array_equal(found["text"], sample["text"])
         np.testing.assert_array_equal(found["mask"], sample["mask"])
+    content = (tmp_path / "b.npzs").read_bytes()
+    (tmp_path / "b.npzs").write_bytes(content[:-4] + b"****")
+    with pytest.raises(DataError, match=r"sample 4 of .*b\.npzs at byte \d+: "):
+        dataset[4]
     good = (tmp_path / "index.txt").read_text()
     for text, message in (
         (good.rsplit(" ", 1)[0], "not an index of Tenplex's"),
