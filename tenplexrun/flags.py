@@ -143,7 +143,11 @@ OURS: dict[str, tuple[Flag, ...]] = {
             "those of data parallelism (default 2; all, if there are fewer)",
             _whole(2),
         ),
-        Flag("--snapshot-every", "steps between snapshots in memory (default 1)", _whole(1)),
+        Flag(
+            "--snapshot-every",
+            "steps, or seconds as 30s, between snapshots in memory; auto: as often as costs 2% of the time (default 1)",
+            _text("1", "N|Ns|auto"),
+        ),
         Flag(
             "--data",
             "dataset to show below $TENPLEX_DATA_DIR, for example bytes:DIR?glob=**/*.py&sample_bytes=129",

@@ -142,7 +142,7 @@ class Node:
             virtual_local_rank=spec.virtual_local_rank,
             signals=",".join(signum.name for signum in spec.signals),
             max_restarts=spec.max_restarts,
-            snapshot_every=spec.snapshot_every,
+            snapshot_every=str(spec.snapshot_every),
             grace_s=spec.timeouts.grace_s,
             node_dir=str(self.node_dir),
             store=store_address,

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tenplexrun.core.pace import Every
 from tenplexrun.core.parallel import AXES, OPTIONAL, ParallelConfig
 from tenplexrun.errors import UsageError
 
@@ -37,8 +38,7 @@ class Launch:
     """Address of the agent's socket; "" where no agent runs."""
     control: str
     """Path of the control page; "" where no agent runs."""
-    snapshot_every: int
-    """Steps."""
+    snapshot_every: Every
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> Launch:
@@ -52,7 +52,7 @@ class Launch:
             run_id=env.get("TENPLEX_RUN_ID", ""),
             agent=env.get("TENPLEX_AGENT", ""),
             control=env.get("TENPLEX_CONTROL", ""),
-            snapshot_every=max(1, _number(env, "TENPLEX_SNAPSHOT_EVERY", 1)),
+            snapshot_every=_every(env),
         )
         if bool(launch.agent) != bool(launch.control):
             raise UsageError("TENPLEX_AGENT and TENPLEX_CONTROL come together; start the script with `tenplexrun`")
@@ -84,6 +84,13 @@ def parallel_from_env(env: Mapping[str, str], world_size: int) -> ParallelConfig
         return ParallelConfig.from_json({**sizes, **more, "dp": dp, "order": order})
     except ValueError as error:
         raise UsageError(f"{error}; correct the TENPLEX_* sizes") from None
+
+
+def _every(env: Mapping[str, str]) -> Every:
+    try:
+        return Every.parse(env.get("TENPLEX_SNAPSHOT_EVERY") or "1")
+    except ValueError as error:
+        raise UsageError(f"TENPLEX_SNAPSHOT_EVERY: {error}; start the script with `tenplexrun`") from None
 
 
 def _number(env: Mapping[str, str], name: str, default: int) -> int:
