@@ -18,7 +18,7 @@ from tenplexrun.agent.decider import Decider
 from tenplexrun.agent.desk import Desk
 from tenplexrun.agent.links import is_gone
 from tenplexrun.agent.outage import PERSIST_S, Patience
-from tenplexrun.agent.rendezvous import bury, join_run, leave_run, resume
+from tenplexrun.agent.rendezvous import Held, bury, join_run, leave_run, resume
 from tenplexrun.agent.session import NodeServices, Session
 from tenplexrun.agent.signals import Signals
 from tenplexrun.core import lifecycle as lc
@@ -124,7 +124,7 @@ class Agent:
     async def _watch_lease(self, lease: Lease) -> None:
         await lease.lost.wait()
         self._services.events.emit("lease_lost")
-        self._decider.doubt()
+        self._decider.forbearance.doubt(time.monotonic())
         self._spawn(self._persistently(self._resume, math.inf))
 
     async def _resume(self) -> None:
@@ -133,7 +133,8 @@ class Agent:
             self._folder = ""  # nothing has begun
         else:
             launch, seen = self._launch, self._round_seen
-            found = await resume(self._coordination, launch.run_id, self._folder, self._member, seen, launch.lease_s)
+            held = Held(launch.run_id, self._folder, seen, launch.proof)
+            found = await resume(self._coordination, held, self._member, launch.lease_s)
             if found == "ended":
                 return  # the watch of the round brings the verdict
             if found != "moved":
@@ -194,7 +195,7 @@ class Agent:
         async for content in self._coordination.watch(key):
             if key in content:
                 self._round_seen = content[key]
-                self._decider.has_round = True
+                self._decider.forbearance.has_round = True
                 round_ = rounds.round_from_json(json.loads(content[key].value))
                 self._services.links.follow(round_.decider)
                 if round_.phase == "running" and round_.decider == self._member.link:

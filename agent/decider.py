@@ -12,6 +12,7 @@ from typing import Any
 
 from tenplexrun.agent.events import EventLog
 from tenplexrun.core import membership, rounds
+from tenplexrun.core.forbearance import Forbearance
 from tenplexrun.core.layout import Layout
 from tenplexrun.core.membership import Decision, Settings, View
 from tenplexrun.core.outlook import Outlook
@@ -45,8 +46,8 @@ class Decider:
         self._outlook = Outlook(folder)
         self._news = asyncio.Event()
         self._reason = ""
-        self.has_round = False  # set by the agent when it has seen one: a store without it has come back empty
-        self._node, self._doubted = "", float("-inf")
+        self.forbearance = Forbearance(lease_s)  # the agent tells it what it has seen of round and lease
+        self._node = ""
 
     async def run(self, node: str, link: str) -> None:
         """Until cancelled."""
@@ -110,7 +111,8 @@ class Decider:
         """Decide on what is known, and act."""
         now = time.monotonic()
         view = self._outlook.view(link, now, time.time(), self._linked())
-        decision = self._forbearance(view, now) or membership.decide(view, self._settings, now)
+        decision = self.forbearance.decide(view, self._node, self._coordination.connected_s, now)
+        decision = decision or membership.decide(view, self._settings, now)
         if decision.reason != self._reason:
             self._reason = decision.reason
             self._events.emit("decision", reason=decision.reason)
@@ -124,24 +126,6 @@ class Decider:
             self._events.emit("decider_trouble", message=str(error))
             return replace(decision, wake_at=now + RETRY_S)
         return decision
-
-    def doubt(self) -> None:
-        """etcd has just lost a key of ours, who live: what else is missing may live, too."""
-        self._doubted = time.monotonic()
-
-    def _forbearance(self, view: View, now: float) -> Decision | None:
-        """After a break, keys may be gone through its fault: those of etcd's v2 run out while etcd is down, and an etcd
-        may come back empty. Nodes get one lease to write theirs again."""
-        if view.round is None and not self.has_round:
-            return None
-        if view.round is None or self._node not in view.members:
-            self.doubt()
-            return Decision("etcd has lost this node's own records, which are written again first")
-        missing = {*view.round.nodes, *view.acks} - {*view.members, *view.round.evicted}
-        wait_s = self._lease_s - min(self._coordination.connected_s, now - self._doubted)
-        if not missing or wait_s <= 0:
-            return None
-        return Decision(f"etcd is back: {', '.join(sorted(missing))} may write their keys again", wake_at=now + wait_s)
 
     async def _act(self, decision: Decision, view: View) -> None:
         if decision.round is not None:

@@ -11,6 +11,7 @@ import os
 import time
 import uuid
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -31,6 +32,11 @@ def current_key(run_id: str) -> str:
     return f"{run_folder(run_id)}/current"
 
 
+def _current(epoch: str, proof: str) -> str:
+    """That value: with what guards the joins, see `token_proof`."""
+    return json.dumps({"epoch": epoch, "proof": proof})
+
+
 async def run_ids(coordination: Coordination) -> list[str]:
     """Names of all runs that there are records of."""
     keys = await coordination.list("runs")
@@ -46,10 +52,11 @@ async def current_epoch(coordination: Coordination, run_id: str, own: str = "") 
     if current is None:
         return None
     folder = f"{run_folder(run_id)}/{json.loads(current.value)['epoch']}"
-    content = await coordination.list(folder)
-    if folder != own and not any(key.startswith(f"{folder}/members/") for key in content):
+    # A decider is a member: with one, a thousand nodes that join need not all list a thousand members.
+    lives = folder == own or await coordination.get(f"{folder}/decider") or await coordination.list(f"{folder}/members")
+    if not lives:
         return None
-    round_ = content.get(f"{folder}/round")
+    round_ = await coordination.get(f"{folder}/round")
     if round_ is not None and round_from_json(json.loads(round_.value)).phase == "ended":
         return None
     return folder
@@ -83,56 +90,88 @@ async def join_run(
             if seen is not None and json.loads(seen.value).get("proof", proof) != proof:
                 raise UsageError(f"the nodes of the run {run_id} have another secret; give all the same --secret-file")
             lease = await coordination.hold(f"{folder}/members/{member.node}", document, ttl_s)
-            if await current_epoch(coordination, run_id) == folder:
+            if await _kept(lease, _is_current(coordination, run_id, folder)):
                 return folder, lease
-            await lease.release()
             continue
         epoch = uuid.uuid4().hex[:12]
-        current = json.dumps({"epoch": epoch, "proof": proof})
+        current = _current(epoch, proof)
         folder = f"{run_folder(run_id)}/{epoch}"
         # The member first: an epoch without one counts as left behind, and anybody may replace it.
         lease = await coordination.hold(f"{folder}/members/{member.node}", document, ttl_s)
-        try:
-            if seen is None:
-                await coordination.create(current_key(run_id), current)
-            else:
-                await coordination.swap(current_key(run_id), current, seen.token)
+        if await _kept(lease, _name_epoch(coordination, run_id, seen, current)):
             return folder, lease
-        except CompareFailedError:
+
+
+async def _is_current(coordination: Coordination, run_id: str, folder: str) -> bool:
+    return await current_epoch(coordination, run_id) == folder
+
+
+async def _name_epoch(coordination: Coordination, run_id: str, seen: KeyValue | None, document: str) -> bool:
+    """Whether the run's record is now this one, in place of what was `seen`."""
+    try:
+        if seen is None:
+            await coordination.create(current_key(run_id), document)
+        else:
+            await coordination.swap(current_key(run_id), document, seen.token)
+    except CompareFailedError:
+        return False
+    return True
+
+
+async def _kept(lease: Lease, wanted: Awaitable[bool]) -> bool:
+    """Whether the lease is wanted. Else, and where that can't be told, it is let go: refreshed for ever, it would stand
+    in the way of the next try."""
+    wish = False
+    try:
+        wish = await wanted
+    finally:
+        if not wish:
             await lease.release()
+    return wish
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a member knows of its run: the epoch's folder, the round as it has seen it last, the token's proof."""
+
+    run_id: str
+    folder: str
+    round: KeyValue
+    proof: str
 
 
 async def resume(
-    coordination: Coordination, run_id: str, folder: str, member: Member, held: KeyValue, ttl_s: float
+    coordination: Coordination, held: Held, member: Member, ttl_s: float
 ) -> Lease | Literal["moved", "ended"]:
     """The key of a living member is gone: it ran out in an outage, somebody removed it, or the store came back empty.
 
-    `held`: the round as this node has seen it last. While the run is still in it, the member is written again under the
-    same name. "moved": the others go on without this node. Raises RunGoneError.
+    While the run is still in the round held, the member is written again under the same name. "moved": the others go on
+    without this node. Raises RunGoneError.
     """
-    known = round_from_json(json.loads(held.value))
+    run_id, known = held.run_id, round_from_json(json.loads(held.round.value))
     if known.phase == "ended":
         return "ended"
     if await coordination.get(current_key(run_id)) is None:
-        await _restore(coordination, run_id, folder, held)
+        await _restore(coordination, held)
     current = await coordination.get(current_key(run_id))
-    if current is None or folder != f"{run_folder(run_id)}/{json.loads(current.value)['epoch']}":
+    if current is None or held.folder != f"{run_folder(run_id)}/{json.loads(current.value)['epoch']}":
         raise RunGoneError(f"the run {run_id} was started anew while etcd, or this node, was away; start it again")
-    standing = await _standing(coordination, held.key, known, member.node)
+    standing = await _standing(coordination, held.round.key, known, member.node)
     if standing is not None:
         return standing
-    lease = await coordination.hold(f"{folder}/members/{member.node}", json.dumps(to_json(member)), ttl_s)
-    standing = await _standing(coordination, held.key, known, member.node)  # or they went on at that moment
+    lease = await coordination.hold(f"{held.folder}/members/{member.node}", json.dumps(to_json(member)), ttl_s)
+    standing = await _standing(coordination, held.round.key, known, member.node)  # or they went on at that moment
     if standing is None:
         return lease
     await lease.release()
     return standing
 
 
-async def _restore(coordination: Coordination, run_id: str, folder: str, held: KeyValue) -> None:
+async def _restore(coordination: Coordination, held: Held) -> None:
     """An emptied store: every node puts back what it holds, and the first one wins. The round comes first, so that an
     epoch that is named is never without it."""
-    for key, text in ((held.key, held.value), (current_key(run_id), json.dumps({"epoch": folder.rsplit("/", 1)[1]}))):
+    current = _current(held.folder.rsplit("/", 1)[1], held.proof)
+    for key, text in ((held.round.key, held.round.value), (current_key(held.run_id), current)):
         with contextlib.suppress(CompareFailedError):
             await coordination.create(key, text)
 
@@ -145,9 +184,7 @@ async def _standing(coordination: Coordination, key: str, known: Round, node: st
     round_ = round_from_json(json.loads(found.value))
     if round_.phase == "ended":
         return "ended"
-    # The watch may have brought the round that was formed without this node before it knew that its key is gone.
-    without = round_.phase == "running" and node not in (*round_.nodes, *round_.spares)
-    return "moved" if without or round_.number != known.number or node in round_.evicted else None
+    return "moved" if round_.without(node) or round_.number != known.number else None
 
 
 async def _lives_on(coordination: Coordination, run_id: str, gone: Gone | None) -> bool:
@@ -162,9 +199,15 @@ async def _lives_on(coordination: Coordination, run_id: str, gone: Gone | None) 
 
 
 async def _is_dead(coordination: Coordination, folder: str, gone: Gone | None) -> bool:
+    """Whether nobody listens at any member's link. The decider is asked first: mostly it answers for all."""
+    if gone is None:
+        return False
+    decider = await coordination.get(f"{folder}/decider")
+    if decider is not None and not await gone(str(json.loads(decider.value)["link"])):
+        return False
     members = await coordination.list(f"{folder}/members")
     links = [str(json.loads(found.value)["link"]) for found in members.values()]
-    return gone is not None and all(await asyncio.gather(*map(gone, links)))
+    return all(await asyncio.gather(*map(gone, links)))
 
 
 async def bury(coordination: Coordination, folder: str, node: str) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tenplexrun import explain, rdzv
+from tenplexrun import explain, inspect_data, rdzv
 from tenplexrun.agent.meeting import find_running
 from tenplexrun.agent.rendezvous import current_epoch, run_ids
 from tenplexrun.core import report, rounds
@@ -73,6 +73,8 @@ def _parser() -> argparse.ArgumentParser:
     plan = commands.add_parser("plan", help="what a change of layout would move, without a job", allow_abbrev=False)
     explain.add_arguments(plan)
     plan.set_defaults(run=explain.run)
+    data = commands.add_parser("data", help="what is in a dataset, and whether it still is", allow_abbrev=False)
+    inspect_data.add_arguments(data)
     return root
 
 

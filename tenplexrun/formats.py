@@ -56,6 +56,17 @@ def open_dataset(spec: str) -> Dataset:
     return dataset
 
 
+def has_one_size(spec: str) -> bool:
+    """Whether all samples of the format that `spec` names are of one type and shape. Raises DataError for no name."""
+    name, _, options = _parse(spec)
+    return name in ("bytes", "npy", "npz") or (name == "megatron" and "seq_length" in options)
+
+
+def file_path(spec: str) -> str:
+    """The path in a dataset's name. Raises DataError for what is none."""
+    return _parse(spec)[1]
+
+
 def absolute(spec: str) -> str:
     """`spec` with its path made absolute, so that processes with other working directories understand it."""
     name, path, _ = _parse(spec)

@@ -207,7 +207,9 @@ class Lifecycle:
         if event.round != self.live or self.round is None:
             return []
         if event.failure is None:
-            self.live, self._done = None, True
+            self.live, self._stopping, self._done = None, None, True  # no `Stopped` will be about them
+            if self.round.phase == "ended":
+                return [Exit(self.round)]
             if self.round.phase == "gathering":
                 return self._gather(self.round.number)
             return [SendAck(event.round, Ack(self.node, "done"))]

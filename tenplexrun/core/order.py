@@ -124,18 +124,23 @@ class DataOrder:
             return Step(consumed, epoch_end)
         return Step(epoch_end, epoch_end + self.global_batch)
 
-    def share(self, consumed: int, rank: int, size: int) -> tuple[Ids, Weights, int]:
-        """What data-parallel rank `rank` of `size` reads in the step after `consumed`.
+    def positions(self, consumed: int, rank: int, size: int) -> tuple[Ids, Weights, int]:
+        """The rows of data-parallel rank `rank` of `size` in the step after `consumed`.
 
-        Returns sample ids [rows], weights [rows] and the number of micro-batches; rows = that · micro_batch on every
-        rank. Each real row weighs size / (rows of the step), so that weights of a step sum to `size` and the mean over
-        ranks of the weighted sums is the true mean; padding rows weigh 0.
+        Returns their positions [rows], weights [rows] and the number of micro-batches; rows = that · micro_batch on
+        every rank. Each real row weighs size / (rows of the step), so that weights of a step sum to `size` and the mean
+        over ranks of the weighted sums is the true mean; padding rows weigh 0.
         """
         step = self.step(consumed)
         share = deal(step.num_rows, self.micro_batch, rank, size)
         row = np.arange(share.rows, dtype=np.int64)
         weights = np.where(row < share.real, size / step.num_rows, 0.0)
-        return self.sample_at(step.start + share.offsets(row)), weights, share.num_micro_batches
+        return step.start + share.offsets(row), weights, share.num_micro_batches
+
+    def share(self, consumed: int, rank: int, size: int) -> tuple[Ids, Weights, int]:
+        """As `positions`, with the sample ids at them in their place."""
+        positions, weights, num_micro_batches = self.positions(consumed, rank, size)
+        return self.sample_at(positions), weights, num_micro_batches
 
     def sample_at(self, positions: npt.ArrayLike) -> Ids:
         """Sample ids in [0, num_samples) at `positions` (any shape, each at least 0, of any epochs)."""

@@ -216,6 +216,11 @@ class Round:
     def participant(self, node: str) -> Participant | None:
         return next((p for p in self.participants if p.node == node), None)
 
+    def without(self, node: str) -> bool:
+        """Whether the others go on without this node: it may see so before it knows that its key is gone."""
+        left_out = self.phase == "running" and node not in (*self.nodes, *self.spares)
+        return left_out or node in self.evicted
+
     def rank_nodes(self) -> tuple[str, ...]:
         """The node of each rank, rank 0 first."""
         return tuple(p.node for p in self.participants for _ in p.ranks)

@@ -6,7 +6,7 @@ import bisect
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from io import FileIO
 from typing import Any
@@ -178,10 +178,6 @@ class Dataset:
         return (
             rows.view(self.dtype).reshape(len(ids), *self.shape) if len(ids) else np.empty((0, *self.shape), self.dtype)
         )
-
-    def checksums(self) -> Iterator[int]:
-        """xxh3 (64 bits) of each sample's stored bytes."""
-        return (xxhash.xxh3_64_intdigest(self.raw(number)) for number in range(self.num_samples))
 
     def fingerprint(self) -> str:
         """Names the content: xxh3 over type, shape, places and bytes; beyond 256 MiB over 256 evenly spaced MiB."""

@@ -1,4 +1,7 @@
-"""The loader: a dp rank's share of the global order, step by step. Needs no torch: batches are numpy arrays."""
+"""The loader: a dp rank's share of the global order, step by step.
+
+Samples of one size are gathered into numpy arrays, without torch; others go through torch's DataLoader (`fetching`).
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,9 @@ import numpy.typing as npt
 
 from tenplexrun.core.order import DataOrder
 from tenplexrun.core.shuffle import FEISTEL
+from tenplexrun.datasets.dataset import Dataset
 from tenplexrun.errors import DataError
-from tenplexrun.formats import absolute, open_dataset
+from tenplexrun.formats import absolute, has_one_size, open_dataset
 from tenplexrun.samples import Catalogue, Extents, extent_name
 
 Record = dict[str, Any]
@@ -25,31 +29,53 @@ _RETRY_S = 0.02
 
 
 class Samples(Protocol):
-    """Where rows come from: the extents behind a view, or the dataset's own files."""
+    """Rows by sample id: the extents behind a view, or the dataset's own files."""
 
     def gather(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[Any]: ...
+
+
+class Source(Protocol):
+    """Where a rank's rows come from, step after step."""
+
+    def begin(self, consumed: int) -> None: ...
+    def take(self, ids: npt.NDArray[np.int64]) -> Any: ...
+    def close(self) -> None: ...
+
+
+class Gathered:
+    """The source that makes one array of a step's rows when it is asked for them."""
+
+    def __init__(self, samples: Samples) -> None:
+        self.take = samples.gather
+
+    def begin(self, consumed: int) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
     """One step's rows of this dp rank: `num_micro_batches` · `micro_batch` of them, as many on every rank.
 
-    `ids` int64 [rows], `rows` [rows, *sample shape], `weights` float64 [rows]: a step's gradient is the mean over dp
-    ranks of the sum of weight · row's gradient; padding rows weigh 0. `consumed_after`: positions once it is committed.
+    `ids` int64 [rows], `rows` [rows, *sample shape] or a tuple of collated micro-batches, `weights` float64 [rows]: a
+    step's gradient is the mean over dp ranks of the sum of weight · row's gradient; padding rows weigh 0.
+    `consumed_after`: positions once it is committed.
     """
 
     ids: npt.NDArray[np.int64]
-    rows: npt.NDArray[Any]
+    rows: Any
     weights: npt.NDArray[np.float64]
     num_micro_batches: int
     micro_batch: int
     consumed_after: int
 
-    def micro_batches(self) -> Iterator[tuple[npt.NDArray[Any], npt.NDArray[np.float64]]]:
-        """Rows and weights of each micro-batch: views of `micro_batch` rows."""
-        for first in range(0, len(self.ids), self.micro_batch):
-            part = slice(first, first + self.micro_batch)
-            yield self.rows[part], self.weights[part]
+    def micro_batches(self) -> Iterator[tuple[Any, npt.NDArray[np.float64]]]:
+        """Rows and weights of each micro-batch: views of `micro_batch` rows, or what collating them made."""
+        for number in range(self.num_micro_batches):
+            part = slice(number * self.micro_batch, (number + 1) * self.micro_batch)
+            yield self.rows[number if isinstance(self.rows, tuple) else part], self.weights[part]
 
 
 class Loader:
@@ -59,12 +85,12 @@ class Loader:
     is ever counted. Raises DataError for a rank that cannot be.
     """
 
-    def __init__(self, samples: Samples, order: DataOrder, dp_rank: int, dp_size: int, consumed: int = 0) -> None:
+    def __init__(self, source: Source, order: DataOrder, dp_rank: int, dp_size: int, consumed: int = 0) -> None:
         self.order, self.dp_rank, self.dp_size = order, dp_rank, dp_size
-        self._samples = samples
-        self._consumed = consumed
+        self._source = source
         self._ahead: deque[int] = deque()
-        order.share(consumed, dp_rank, dp_size)
+        order.positions(consumed, dp_rank, dp_size)
+        self.begin(consumed)
 
     @property
     def consumed(self) -> int:
@@ -75,7 +101,7 @@ class Loader:
         """The batch after the last one taken. Raises DataError when its samples cannot be read."""
         begin = self._ahead[-1] if self._ahead else self._consumed
         ids, weights, num_micro_batches = self.order.share(begin, self.dp_rank, self.dp_size)
-        rows = self._samples.gather(ids)
+        rows = self._source.take(ids)
         self._ahead.append(self.order.step(begin).stop)
         return Batch(ids, rows, weights, num_micro_batches, self.order.micro_batch, self._ahead[-1])
 
@@ -93,6 +119,12 @@ class Loader:
         self.order.step(consumed)
         self._consumed = consumed
         self._ahead.clear()
+        self._source.begin(consumed)
+
+    def close(self) -> None:
+        """End the processes that fetch samples, if there are any; batches may still be taken, with new ones."""
+        self.begin(self._consumed)
+        self._source.close()
 
     def __iter__(self) -> Iterator[Batch]:
         while True:
@@ -100,22 +132,26 @@ class Loader:
 
 
 def open_loader(
-    dataset: str,
+    dataset: Any,
     *,
     global_batch: int,
     micro_batch: int,
     seed: int = 0,
     tail: str = "short",
     order_algo: str = FEISTEL,
+    fingerprint: str = "",
     dp_rank: int = 0,
     dp_size: int = 1,
     consumed: int = 0,
     show: Callable[[Record], str] | None = None,
+    **options: Any,
 ) -> Loader:
-    """A loader of `dataset` (a name as in `tenplexrun.formats`).
+    """A loader of `dataset`: a name as in `tenplexrun.formats`, or samples by number (a map-style dataset of torch's).
 
-    `show` asks the node's agent to show the order given to it, and returns the view's directory; None: no launcher, the
-    files are read directly, in the same order. Raises DataError for a bad dataset or order.
+    With a name of samples of one size, and without `options`, rows are arrays: `show` asks the node's agent to show the
+    order given to it, and returns the view's directory; None: no launcher, the files are read directly, in the same
+    order. All else goes through torch's DataLoader with these `options`, micro-batch by micro-batch. `fingerprint`
+    names the content of a dataset given by itself. Raises DataError for a bad dataset or order.
     """
     record: Record = {
         "global_batch": global_batch,
@@ -124,12 +160,21 @@ def open_loader(
         "tail": tail,
         "algo": order_algo,
     }
-    if show is not None:
-        samples, order = open_view(show({**record, "dataset": absolute(dataset)}))
-        return Loader(samples, order, dp_rank, dp_size, consumed)
-    files = open_dataset(absolute(dataset))
-    order = DataOrder.from_json({**record, "num_samples": files.num_samples, "fingerprint": files.fingerprint()})
-    return Loader(files, order, dp_rank, dp_size, consumed)
+    named = isinstance(dataset, str)
+    as_arrays = named and not options and has_one_size(dataset)
+    if as_arrays and show is not None:
+        extents, order = open_view(show({**record, "dataset": absolute(dataset)}))
+        return Loader(Gathered(extents), order, dp_rank, dp_size, consumed)
+    samples = open_dataset(absolute(dataset)) if named else dataset
+    if isinstance(samples, Dataset):
+        fingerprint = fingerprint or samples.fingerprint()
+    count = len(samples) if hasattr(samples, "__len__") else 1  # Fetcher refuses one without
+    order = DataOrder.from_json({**record, "num_samples": count, "fingerprint": fingerprint})
+    if as_arrays:
+        return Loader(Gathered(samples), order, dp_rank, dp_size, consumed)
+    from tenplexrun.worker.fetching import Fetcher  # needs torch
+
+    return Loader(Fetcher(samples, order, dp_rank, dp_size, options), order, dp_rank, dp_size, consumed)
 
 
 def open_view(directory: str, patience_s: float = 10.0) -> tuple[Extents, DataOrder]:

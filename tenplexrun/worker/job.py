@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tenplexrun.core.layout import Stages
 from tenplexrun.core.parallel import ParallelConfig
+from tenplexrun.core.shuffle import FEISTEL
 from tenplexrun.errors import UsageError
 from tenplexrun.worker import device
 from tenplexrun.worker.agent import Agent
@@ -79,12 +81,24 @@ class Job:
         return self._state
 
     def loader(
-        self, dataset: str, *, global_batch: int, micro_batch: int, seed: int = 0, tail: str = "short"
+        self,
+        dataset: Any,
+        *,
+        global_batch: int,
+        micro_batch: int,
+        seed: int = 0,
+        tail: str = "short",
+        order_algo: str = FEISTEL,
+        fingerprint: str = "",
+        **options: Any,
     ) -> Loader:
         """The job's samples in the global order, this dp rank's share of each step: see `worker.data.Batch`.
 
-        `dataset` is a name as in `tenplexrun.formats`; `global_batch` samples a step, whatever the parallelism.
-        Under the launcher they are read through the node's dataset view. Raises DataError.
+        `dataset` is a name as in `tenplexrun.formats`, or a map-style dataset of torch's; `global_batch` samples a
+        step, whatever the parallelism. `options` are those of torch's DataLoader that do not change the order
+        (num_workers, collate_fn, ...): with any, or with samples of different sizes, a batch's rows are a tuple of
+        collated micro-batches; else they are one array, under the launcher read through the node's dataset view.
+        `order_algo`: see `core.shuffle`. Raises DataError.
         """
         return open_loader(
             dataset,
@@ -92,9 +106,12 @@ class Job:
             micro_batch=micro_batch,
             seed=seed,
             tail=tail,
+            order_algo=order_algo,
+            fingerprint=fingerprint,
             dp_rank=self.coord["dp"],
             dp_size=self.parallel.dp,
             show=self._agent.view if self._agent else None,
+            **options,
         )
 
     def steps(self, loader: Loader, until: int, state: State | None = None) -> Iterator[tuple[int, Batch]]:
@@ -109,13 +126,16 @@ class Job:
             raise UsageError("job.steps must know what to keep: call job.state(model=..., optimizer=...) before it")
         session = Session(self._agent, self._launch, self._place, state, loader) if self._agent else None
         start = session.begin() if session else 0
-        for step in range(start, until):
+        try:
+            for step in range(start, until):
+                if session:
+                    session.before(step)
+                began = time.monotonic()
+                yield step, loader.next_batch()
+                loader.commit()
+                if session and step == start:
+                    session.first_step_done(time.monotonic() - began)
             if session:
-                session.before(step)
-            began = time.monotonic()
-            yield step, loader.next_batch()
-            loader.commit()
-            if session and step == start:
-                session.first_step_done(time.monotonic() - began)
-        if session:
-            session.finish(until)
+                session.finish(until)
+        finally:
+            loader.close()

@@ -36,7 +36,12 @@ class Streams:
 
     def derive(self, seed: int, step: int) -> int:
         """Start new streams for a coordinate that did not exist at `step`. Returns their seed."""
-        text = f"tenplexrun/{seed}/{step}/{self._label}"
-        derived = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+        derived = derived_seed(seed, step, self._label)
         device.seed_all(derived)
         return derived
+
+
+def derived_seed(*parts: object) -> int:
+    """A seed below 2**63 that depends on all of `parts`."""
+    text = "/".join(map(str, ("tenplexrun", *parts)))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from tenplexrun.core import membership, rounds
+from tenplexrun.core.forbearance import Forbearance
 from tenplexrun.core.membership import Decision
 from tenplexrun.core.outlook import Outlook
 
@@ -29,6 +30,7 @@ class SimDecider:
         self._acting = self._news = self._resting = False
         self._reason = self._token = ""
         self.reigns = False
+        self.forbearance = Forbearance(LEASE_S)
 
     def campaign(self) -> None:
         self._world.store.watch(self._agent, f"{RUN}/decider", self._on_key)
@@ -95,7 +97,8 @@ class SimDecider:
         assert self._outlook is not None
         now = self._world.now + self._agent.host.skew_s
         view = self._outlook.view(self._agent.member.link, now, now, self._world.linked(self._agent))
-        decision = membership.decide(view, self._world.settings, now)
+        decision = self.forbearance.decide(view, self._agent.name, self._agent.connected_s, now)
+        decision = decision or membership.decide(view, self._world.settings, now)
         self._world.check(decision, view, now)
         if decision.resign:
             self._resign()

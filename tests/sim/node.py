@@ -73,7 +73,12 @@ class Agent:
         self.committed: int | None = None
         self._awaiting: lc.AwaitParked | None = None
         self._acks: deque[tuple[str, str]] = deque()
+        self._since: float | None = world.now  # when the store began to answer without a break
         self.decider = SimDecider(self)
+
+    @property
+    def connected_s(self) -> float:
+        return 0.0 if self._since is None else self.world.now - self._since
 
     @property
     def cut(self) -> bool:
@@ -86,7 +91,11 @@ class Agent:
         self.world.tell(f"{self.name} {what}")
 
     def call(self, operation: Callable[[], Any], done: Callable[[Any], None] = lambda _: None) -> None:
-        self.world.store.call(self, operation, done)
+        def answered(found: Any) -> None:
+            self._since = None if isinstance(found, Unreachable) else self._since or self.world.now
+            done(found)
+
+        self.world.store.call(self, operation, answered)
 
     # --- membership -----------------------------------------------------------------------------------------------
 
@@ -106,7 +115,7 @@ class Agent:
                 self.join()
                 return
             self.tell("joins")
-            self.refresh(key, entry.token, self._fence)
+            self.refresh(key, entry.token, self._resume)
             self.world.store.watch(self, f"{RUN}/round", self._on_content)
             self.decider.campaign()
 
@@ -124,6 +133,44 @@ class Agent:
                 self.at(LEASE_S / 4, lambda: self.refresh(key, token, lost, wanted))
 
         self.call(lambda: self.world.store.refresh(key, token), done)
+
+    def _resume(self) -> None:
+        """As agent/rendezvous.py: write the key again while the run is still in the round that this node knows."""
+        key, document = f"{RUN}/members/{self.name}", json.dumps(rounds.to_json(self.member))
+        known = self.machine.round
+
+        def still(found: Any) -> bool:
+            """Whether it may go on; if not, or if nobody knows, that is seen to."""
+            if isinstance(found, Unreachable):
+                self.at(RETRY_S, self._resume)
+                return False
+            now = rounds.round_from_json(json.loads(found[f"{RUN}/round"].value))
+            if now.phase != "ended" and (known is None or now.number != known.number or now.without(self.name)):
+                self._fence()
+            return now.phase != "ended" and not self.over
+
+        def look(then: Callable[[], None]) -> None:
+            self.call(lambda: self.world.store.content(f"{RUN}/round"), lambda found: still(found) and then())
+
+        def write() -> None:
+            self.call(lambda: self.world.store.create(key, document, LEASE_S), written)
+
+        def written(found: Any) -> None:
+            entry = self.world.store.entries.get(key) if isinstance(found, CompareFailed) else found
+            if isinstance(entry, Entry):
+                look(lambda: self._resumed(key, entry.token))
+            else:
+                self.at(RETRY_S, self._resume)
+
+        self.decider.forbearance.doubt(self.world.now + self.host.skew_s)
+        if known is None:
+            self._fence()
+        else:
+            look(write)
+
+    def _resumed(self, key: str, token: str) -> None:
+        self.tell("writes its key again")
+        self.refresh(key, token, self._resume)
 
     def _fence(self) -> None:
         self.tell("was taken for dead")
@@ -148,6 +195,7 @@ class Agent:
 
     def _on_content(self, content: Mapping[str, Entry]) -> None:
         for entry in content.values():
+            self.decider.forbearance.has_round = True
             self.handle(lc.RoundSeen(rounds.round_from_json(json.loads(entry.value))))
 
     def drain(self) -> None:

@@ -87,7 +87,7 @@ def decide(
         await coordination.put("runs/e/members/a", json.dumps(to_json(Member("a", "h", "a:1", "s", 1))))
         settings = Settings(1, 2, 3, ParallelConfig(), join_window_s=0.0)
         decider = Decider(coordination, "runs/e", settings, _no_layouts, EventLog("a", None), lease_s, lambda: {"a"})
-        decider.has_round = has_round
+        decider.forbearance.has_round = has_round
         task = asyncio.ensure_future(decider.run("a", "d:1"))
         await asyncio.sleep(0.2)
         task.cancel()

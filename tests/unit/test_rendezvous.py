@@ -13,6 +13,7 @@ import pytest
 
 from tenplexrun.agent.memory import MemoryCoordination, MemoryLease, MemoryStore
 from tenplexrun.agent.rendezvous import (
+    Held,
     current_epoch,
     join_run,
     launch_token,
@@ -92,6 +93,7 @@ def test_the_last_to_leave_takes_the_records_along() -> None:
 
 
 PARTICIPANTS = (Participant("a", "h", 0, 1, "a:2"), Participant("b", "h", 1, 1, "b:2"))
+PROOF = token_proof(launch_token(b"a" * 16, "job"))
 HELD = Round(3, "running", Cause("start", "", 0.0), "d", ParallelConfig(), PARTICIPANTS)
 
 
@@ -104,7 +106,7 @@ async def run_with_a_round(store: MemoryStore, round_: Round = HELD) -> tuple[Me
 
 
 async def take_up(coordination: MemoryCoordination, folder: str, held: KeyValue, name: str = "a") -> object:
-    return await resume(coordination, "job", folder, member(name), held, 5.0)
+    return await resume(coordination, Held("job", folder, held, PROOF), member(name), 5.0)
 
 
 def test_a_member_whose_key_ran_out_is_written_again_in_the_same_round() -> None:
@@ -160,6 +162,9 @@ def test_an_emptied_store_gets_one_round_from_whoever_comes_first() -> None:
         assert both[1] == "moved"
         assert await current_epoch(emptied, "job") == folder
         assert (await emptied.list(folder))[held.key].value == held.value
+        with pytest.raises(UsageError, match="--secret-file"):
+            await join_run(emptied, "job", member("stranger"), 5.0, proof="of another secret")
+        assert (await join_run(emptied, "job", member("c"), 5.0, proof=PROOF))[0] == folder
 
     asyncio.run(run())
 

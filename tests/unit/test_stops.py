@@ -15,7 +15,17 @@ import pytest
 
 from tenplexrun.agent import error_file, probe
 from tenplexrun.agent.workers import End, victims
-from tenplexrun.core.lifecycle import Action, Exit, Lifecycle, RoundSeen, StartRound, Stopped, StopWorkers
+from tenplexrun.core.lifecycle import (
+    Action,
+    Exit,
+    Gather,
+    Lifecycle,
+    RoundSeen,
+    StartRound,
+    Stopped,
+    StopWorkers,
+    WorkersEnded,
+)
 from tenplexrun.core.membership import Settings, View, decide
 from tenplexrun.core.parallel import ParallelConfig
 from tenplexrun.core.rounds import Ack, Cause, Failure, Member, Participant, Request, Round, Stop, Verdict
@@ -83,6 +93,25 @@ def test_a_stop_is_said_once_and_only_ever_gets_harder() -> None:
     assert machine.on(RoundSeen(ended)) == [StopWorkers(3, "rescue")]
     assert machine.on(RoundSeen(replace(ended, decider="b:1"))) == [], "not before the workers have gone"
     assert isinstance(machine.on(Stopped(3))[0], Exit)
+
+
+def test_workers_that_finish_as_they_are_told_to_stop() -> None:
+    """Their last word may come before the stop has begun; nothing is left of it, here or for a later round."""
+    ended = replace(RUNNING, phase="ended", verdict=Verdict(143, ""))
+    machine = Lifecycle("a")
+    machine.on(RoundSeen(RUNNING))
+    assert machine.on(RoundSeen(ended)) == [StopWorkers(3, "terminate")]
+    assert machine.on(WorkersEnded(3, None, None)) == [Exit(ended)]
+    assert machine.on(Stopped(3)) == []
+    planned = replace(RUNNING, number=4, phase="gathering", cause=Cause("resize", "", 0.0))
+    machine = Lifecycle("a")
+    machine.on(RoundSeen(RUNNING))
+    assert machine.on(RoundSeen(planned)) == [StopWorkers(3, "terminate")]
+    assert machine.on(WorkersEnded(3, None, None)) == [Gather(4)]
+    assert machine.on(Stopped(3)) == []
+    machine.on(RoundSeen(replace(RUNNING, number=4)))
+    again = replace(planned, number=5)
+    assert machine.on(RoundSeen(again)) == [StopWorkers(4, "terminate")]
 
 
 def test_victims_are_grouped_and_the_first_one_is_none() -> None:
