@@ -79,7 +79,7 @@ class Agent:
         self._verdict: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._membership: list[asyncio.Task[Any]] = []
-        services.links.bind(self._on_commit, self._on_lost)
+        services.links.bind(self._on_commit, self._on_lost, services.collector)
 
     # --- life -----------------------------------------------------------------------------------------------------
 
@@ -114,7 +114,7 @@ class Agent:
         self._round_seen, events = None, services.events
         events.emit("joined", folder=self._folder, link=member.link, store=member.store, workers=member.num_workers)
         arguments = (launch.settings, services.store.layout, events, launch.lease_s, services.links.linked)
-        self._decider = Decider(self._coordination, self._folder, *arguments)
+        self._decider = Decider(self._coordination, self._folder, *arguments, services.checkpoints, services.collector)
         self._membership = [
             self._spawn(self._follow_round()),
             self._spawn(self._watch_lease(self._lease)),
@@ -197,9 +197,7 @@ class Agent:
                 self._round_seen = content[key]
                 self._decider.forbearance.has_round = True
                 round_ = rounds.round_from_json(json.loads(content[key].value))
-                self._services.links.follow(round_.decider)
-                if round_.phase == "running" and round_.decider == self._member.link:
-                    self._services.links.expect(round_.number, round_.nodes)
+                self._services.links.seen(round_)
                 await self._queue.put(lc.RoundSeen(round_))
 
     async def _follow_exits(self) -> None:
@@ -238,9 +236,9 @@ class Agent:
             await self._coordination.put(f"{self._folder}/progress", document)
         return document
 
-    async def _on_commit(self, round_number: int, step: int) -> None:
+    async def _on_commit(self, round_number: int, step: int, checkpoint: str | None) -> None:
         if self._session is not None and self._session.round.number == round_number:
-            await self._session.committed(step)
+            await self._session.committed(step, checkpoint)
 
     async def _on_lost(self, node: str, link: str) -> None:
         """An agent's port refuses connections: it is gone. Say so in the store, which then says so to all."""
@@ -322,9 +320,9 @@ class Agent:
             await self._persistently(functools.partial(self._coordination.put, key, document))
 
     def _start_round(self, round_: Round) -> None:
-        origin = f"from step {round_.snapshot.step}" if round_.snapshot else "from the start"
         self._services.events.say(
-            f"round {round_.number}: {round_.parallel} on {len(round_.nodes)} node(s), {origin} ({round_.cause.detail})"
+            f"round {round_.number}: {round_.parallel} on {len(round_.nodes)} node(s), {round_.origin} "
+            f"({round_.cause.detail})"
         )
         self._session = Session(self._member.node, round_, self._services, self._queue.put_nowait)
         self._desk.session = self._session

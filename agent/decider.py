@@ -10,15 +10,17 @@ from collections.abc import Awaitable, Callable, Container, Sequence
 from dataclasses import replace
 from typing import Any
 
+from tenplexrun.agent.durable import Collector
 from tenplexrun.agent.events import EventLog
 from tenplexrun.core import membership, rounds
+from tenplexrun.core.durable import Found
 from tenplexrun.core.forbearance import Forbearance
 from tenplexrun.core.layout import Layout
 from tenplexrun.core.membership import Decision, Settings, View
 from tenplexrun.core.outlook import Outlook
 from tenplexrun.core.rounds import Round
-from tenplexrun.errors import CompareFailedError, CoordinationError, TenplexError
-from tenplexrun.ports import Coordination, Lease
+from tenplexrun.errors import CheckpointError, CompareFailedError, CoordinationError, TenplexError
+from tenplexrun.ports import CheckpointClient, Coordination, Lease
 
 FetchLayout = Callable[[str, Sequence[str]], Awaitable[dict[str, Any]]]
 RETRY_S = 0.5
@@ -39,10 +41,14 @@ class Decider:
         events: EventLog,
         lease_s: float,
         linked: Callable[[], Container[str]],
+        checkpoints: CheckpointClient | None = None,
+        collector: Collector | None = None,
     ) -> None:
         self._coordination, self._folder, self._settings = coordination, folder, settings
         self._fetch_layout, self._events, self._lease_s = fetch_layout, events, lease_s
-        self._linked = linked
+        self._linked, self._checkpoints, self._collector = linked, checkpoints, collector
+        if collector is not None:
+            collector.confirm = self.confirm
         self._outlook = Outlook(folder)
         self._news = asyncio.Event()
         self._reason = ""
@@ -110,7 +116,8 @@ class Decider:
     async def _decide_once(self, link: str) -> Decision:
         """Decide on what is known, and act."""
         now = time.monotonic()
-        view = self._outlook.view(link, now, time.time(), self._linked())
+        writing = self._collector is not None and self._collector.busy
+        view = self._outlook.view(link, now, time.time(), self._linked(), writing)
         decision = self.forbearance.decide(view, self._node, self._coordination.connected_s, now)
         decision = decision or membership.decide(view, self._settings, now)
         if decision.reason != self._reason:
@@ -142,8 +149,32 @@ class Decider:
                 if node in view.members and any(holding.snapshot.digest == digest for holding in ack.holdings)
             ]
             self._outlook.layouts[digest] = Layout.from_json(await self._fetch_layout(digest, holders))
-        if decision.need_layouts:
+        if decision.look_for is not None:
+            self._outlook.found = await self._look_for(decision.look_for)
+        if decision.need_layouts or decision.look_for is not None:
             self._news.set()
+
+    async def _look_for(self, found: Found) -> Found:
+        assert self._checkpoints is not None
+        try:
+            checkpoint, notes = await self._checkpoints.newest(found.refused)
+        except CheckpointError as error:
+            return replace(found, error=str(error))
+        for note in notes:
+            self._events.say(note)
+        return replace(found, checkpoint=checkpoint)
+
+    async def confirm(self, round_number: int, step: int) -> None:
+        """Prove, by writing `saved`, that the round still runs and that this agent still decides it.
+
+        Raises CompareFailedError when that is not so, CoordinationError.
+        """
+        current, round_ = self._outlook.current, self._outlook.round
+        if current is None or round_ is None or (round_.number, round_.phase) != (round_number, "running"):
+            raise CompareFailedError(f"round {round_number} has ended")
+        text = json.dumps(rounds.to_json(replace(round_, saved=step)))
+        key = f"{self._folder}/round"
+        self._outlook.wrote(current.token, await self._coordination.swap(key, text, current.token))
 
     async def _write(self, document: Round) -> None:
         key, text = f"{self._folder}/round", json.dumps(rounds.to_json(document))
@@ -161,7 +192,8 @@ class Decider:
             noticed=document.cause.at,
             parallel=document.parallel.to_json(),
             nodes=list(document.nodes),
-            step=document.snapshot.step if document.snapshot else 0,
+            step=document.start_step,
+            checkpoint=document.checkpoint and document.checkpoint.url,
             hold=document.stop.hold,
         )
         self._news.set()

@@ -25,6 +25,7 @@ class NodeFacts:
     token_file: str
     agent: str
     control: str
+    checkpoints: bool = False
 
 
 def worker_env(base: Mapping[str, str], round_: Round, node: str, local_rank: int, facts: NodeFacts) -> dict[str, str]:
@@ -65,7 +66,8 @@ def worker_env(base: Mapping[str, str], round_: Round, node: str, local_rank: in
         TENPLEX_AGENT=facts.agent,
         TENPLEX_CONTROL=facts.control,
         TENPLEX_SNAPSHOT_EVERY=facts.snapshot_every,
-        TENPLEX_RESUME_STEP=str(round_.snapshot.step if round_.snapshot else 0),
+        TENPLEX_RESUME_STEP=str(round_.start_step),
+        TENPLEX_CHECKPOINTS=str(int(facts.checkpoints)),
         TENPLEX_GRACE_S=f"{facts.grace_s:g}",
     )
     env.update(_mesh(round_.parallel, rank))

@@ -4,7 +4,10 @@ A link that breaks is also the fastest news of a death: where the other end's po
 agent is gone, and nobody waits for the lease.
 
     hello {token, node, link}
-    sealed {round, step, held, committed}   -> replicate {round, step}   -> committed {round, step}
+    sealed {round, step, held, committed, last}   -> replicate {round, step}   -> committed {round, step, checkpoint}
+    written {round, step, part | error}
+
+`last`: no more steps will come. `checkpoint`: null, or a tag, and each node writes its part of a durable checkpoint.
 """
 
 from __future__ import annotations
@@ -17,15 +20,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from tenplexrun import channel
+from tenplexrun.agent.durable import Collector
 from tenplexrun.channel import Channel
 from tenplexrun.core.commits import Commits, News
+from tenplexrun.core.rounds import Round
 from tenplexrun.errors import TenplexError, WireError
 
 PROBE_TIMEOUT_S = 1.0
 RETRY_S = 0.2
 FIRST_PROBE_S, LAST_PROBE_S = 0.02, 1.0
 
-OnCommit = Callable[[int, int], Awaitable[None]]
+OnCommit = Callable[[int, int, "str | None"], Awaitable[None]]
 OnLost = Callable[[str, str], Awaitable[None]]
 OnReplicate = Callable[[int, int], None]
 
@@ -65,6 +70,8 @@ class Links:
         """Called on every node once all have sealed a snapshot of which some owe parts to others."""
         self._peers: dict[Channel, _Peer] = {}
         self._commits = Commits(-1)
+        self._end = (-1, -1)  # round and step of the last snapshot
+        self._collector: Collector | None = None
         self._followed: str | None = None
         self._decider: Channel | None = None
         self._last_report: dict[str, Any] | None = None
@@ -74,9 +81,10 @@ class Links:
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing = False
 
-    def bind(self, on_commit: OnCommit, on_lost: OnLost) -> None:
-        """`on_commit(round, step)` runs on every node; `on_lost(node, link)` when an agent is proved gone."""
-        self._on_commit, self._on_lost = on_commit, on_lost
+    def bind(self, on_commit: OnCommit, on_lost: OnLost, collector: Collector | None = None) -> None:
+        """`on_commit(round, step, checkpoint)` runs on every node; `on_lost(node, link)` when an agent is proved gone.
+        `collector`: of durable checkpoints, for when this node decides."""
+        self._on_commit, self._on_lost, self._collector = on_commit, on_lost, collector
 
     async def start(self, host: str) -> str:
         """Listen on a port that the system assigns. Returns the address."""
@@ -96,6 +104,15 @@ class Links:
 
     # --- every node -----------------------------------------------------------------------------------------------
 
+    def seen(self, round_: Round) -> None:
+        """The round as it is now: whom to follow, and what to expect of whom if this node decides."""
+        self.follow(round_.decider)
+        mine = round_.phase == "running" and round_.decider == self.address
+        if self._collector is not None:
+            self._collector.expect(round_, mine)
+        if mine:
+            self.expect(round_.number, round_.nodes)
+
     def follow(self, decider: str) -> None:
         """Keep a link to the decider that listens at this address."""
         if decider == self._followed:
@@ -113,13 +130,23 @@ class Links:
         if self._decider is not None:
             await self._decider.close()
 
+    def ends(self, round_number: int, step: int) -> None:
+        """The snapshot of this step is this node's last one."""
+        self._end = (round_number, step)
+
     def report(self, round_number: int, step: int, held: bool = True) -> None:
         """This node has sealed its part of a snapshot; `held`: and has what it owes of it. Said again to whoever
         decides later, with the newest commit heard of: not all may have heard of that."""
         committed = self._committed[1] if self._committed[0] == round_number else None
-        self._last_report = {"round": round_number, "step": step, "held": held, "committed": committed}
+        last = self._end == (round_number, step)
+        self._last_report = {"round": round_number, "step": step, "held": held, "committed": committed, "last": last}
         if self._decider is not None:
             self._decider.notify("sealed", **self._last_report)
+
+    def written(self, round_number: int, step: int, record: dict[str, Any]) -> None:
+        """What became of this node's part of a durable checkpoint: {"part"} or {"error"}."""
+        if self._decider is not None:
+            self._decider.notify("written", round=round_number, step=step, **record)
 
     async def _keep(self, address: str) -> None:
         while True:
@@ -144,7 +171,7 @@ class Links:
             self._committed = int(args["round"]), int(args["step"])
             if self._last_report is not None and self._last_report["round"] == self._committed[0]:
                 self._last_report["committed"] = self._committed[1]
-            await self._on_commit(*self._committed)
+            await self._on_commit(*self._committed, args["checkpoint"])
         else:
             raise WireError(f"the decider has no business to ask {op!r}")
 
@@ -153,7 +180,7 @@ class Links:
     def expect(self, round_number: int, nodes: Iterable[str]) -> None:
         """A round runs with these nodes: their reports make its commits."""
         commits = self._commits_of(round_number)
-        self._tell(commits, commits.expect(nodes), self._peers)
+        self._announce(commits, commits.expect(nodes))
 
     async def _serve(self, link: Channel, op: str, args: dict[str, Any]) -> dict[str, Any] | None:
         if op == "hello":
@@ -163,14 +190,20 @@ class Links:
             self._spawn(self._until_closed(link))
             return {"node": self.node}
         peer = self._peers.get(link)
-        if op != "sealed" or peer is None:
+        if op not in ("sealed", "written") or peer is None:
             raise WireError(f"no such message on a link, or no token was shown: {op!r}")
+        if op == "written":
+            if self._collector is not None:
+                self._collector.part(peer.node, int(args.pop("round")), int(args.pop("step")), args)
+            return None
         commits = self._commits_of(int(args["round"]))
         known = None if args["committed"] is None else int(args["committed"])
+        if args["last"] and self._collector is not None:
+            self._collector.end = (commits.round, int(args["step"]))
         news = commits.report(peer.node, int(args["step"]), bool(args["held"]), known)
         if news == News():  # said again after a break: so is the answer
             self._tell(commits, commits.known, [link])
-        self._tell(commits, news, self._peers)
+        self._announce(commits, news)
         return None
 
     def _commits_of(self, round_number: int) -> Commits:
@@ -179,11 +212,18 @@ class Links:
         # What is said of an older round is counted nowhere.
         return self._commits if round_number == self._commits.round else Commits(round_number)
 
-    def _tell(self, commits: Commits, news: News, links: Iterable[Channel]) -> None:
-        for op, step in (("committed", news.commit), ("replicate", news.replicate)):
-            if step is not None:
-                for link in links:
-                    link.notify(op, round=commits.round, step=step)
+    def _announce(self, commits: Commits, news: News) -> None:
+        tag = None
+        if self._collector is not None and news.commit is not None:
+            tag = self._collector.begin(commits.round, news.commit)
+        self._tell(commits, news, self._peers, tag)
+
+    def _tell(self, commits: Commits, news: News, links: Iterable[Channel], checkpoint: str | None = None) -> None:
+        for link in links:
+            if news.commit is not None:
+                link.notify("committed", round=commits.round, step=news.commit, checkpoint=checkpoint)
+            if news.replicate is not None:
+                link.notify("replicate", round=commits.round, step=news.replicate)
 
     async def _until_closed(self, link: Channel) -> None:
         await link.wait_closed()

@@ -13,12 +13,13 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tenplexrun.agent import error_file
+from tenplexrun.agent.durable import Collector, Declared, PartWriter
 from tenplexrun.agent.environment import NodeFacts, worker_env
 from tenplexrun.agent.events import EventLog
 from tenplexrun.agent.hangs import HangWatcher
@@ -32,10 +33,13 @@ from tenplexrun.core.hang import Bounds, Hang, Watch
 from tenplexrun.core.lifecycle import Event, StopWorkers, WorkersEnded
 from tenplexrun.core.rounds import Failure, Round
 from tenplexrun.errors import LayoutError, ProcessError, TenplexError, WorkerHungError
-from tenplexrun.ports import StoreClient, ViewClient, WorkerExit, WorkerPool, WorkerSpec
+from tenplexrun.ports import CheckpointClient, StoreClient, ViewClient, WorkerExit, WorkerPool, WorkerSpec
 
 POLL_S = 0.002
 DROP_TIMEOUT_S = 0.5
+LAST_COMMIT_S = 20.0
+LOADED_SLOT = 1
+"""Where a durable checkpoint is read into: the first snapshot goes into the other one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +57,8 @@ class NodeServices:
     events: EventLog
     data: Mapping[str, Any] | None
     hangs: Bounds
+    checkpoints: CheckpointClient | None = None
+    collector: Collector | None = None
 
 
 class Session:
@@ -68,15 +74,21 @@ class Session:
         self._stopping = False
         self._failed = False
         self._slots: asyncio.Future[dict[str, Any]] | None = None
+        self._is_declared = asyncio.Event()
+        self._declared: Declared | None = None
         self._digest = ""
         self._sealed: dict[int, int] = {}  # slot by step, until sealed
         self._values: dict[int, dict[str, Any]] = {}
         self._sealing_step = self._sealed_step = NONE
+        self._snapshot: tuple[dict[str, Any], int] | None = None  # the newest one's id, and its slot
+        parts = (services.checkpoints, round_, node, services.links.written, services.events)
+        self._parts = PartWriter(*parts) if services.checkpoints is not None else None  # type: ignore[arg-type]
         self._seal: asyncio.Task[None] | None = None
         self._replication = Replication(node, round_, services.store, services.links, services.events)
         self._views: dict[tuple[int, str], asyncio.Future[str]] = {}
         self._restored: asyncio.Task[Restored] | None = None
         self._starting: asyncio.Task[None] | None = None
+        self._finishing: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
 
     # --- start ----------------------------------------------------------------------------------------------------
@@ -84,7 +96,8 @@ class Session:
     def start(self) -> None:
         """Move state and start workers, side by side."""
         transformer = Transformer(self._services.store, self._services.events)
-        self._restored = asyncio.ensure_future(transformer.restore(self._node, self.round))
+        restoring = self._load() if self.round.checkpoint else transformer.restore(self._node, self.round)
+        self._restored = asyncio.ensure_future(restoring)
         self._starting = asyncio.ensure_future(self._start())
 
     async def _start(self) -> None:
@@ -127,11 +140,11 @@ class Session:
         """One request of a worker. Raises what the store and the view raise, to be carried to the script."""
         local_rank = int(args.pop("local_rank", 0))
         if op == "declare":
-            return await self._declare(args["layout"], args["config"])
+            return await self._declare(args["layout"], args["config"], args["groups"])
         if op == "restore":
             return (await self._restoring()).to_json()
         if op == "sealed":
-            self._on_sealed(int(args["step"]), int(args["slot"]), args.get("values"))
+            self._on_sealed(int(args["step"]), int(args["slot"]), args.get("values"), bool(args["last"]))
             return {}
         if op == "view":
             return {"dir": await self._show(args["order"], self._coord(local_rank)["dp"])}
@@ -144,12 +157,37 @@ class Session:
         assert self._restored is not None
         return await asyncio.shield(self._restored)
 
-    async def _declare(self, layout: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    async def _load(self) -> Restored:
+        """Read this node's part of the round's durable checkpoint: it becomes a snapshot like any other."""
+        client, checkpoint, services = self._services.checkpoints, self.round.checkpoint, self._services
+        assert client is not None
+        assert checkpoint is not None
+        await self._is_declared.wait()
+        assert self._declared is not None
+        assert self._slots is not None
+        began, declared = time.time(), self._declared
+        try:
+            slot = (await asyncio.shield(self._slots))["slots"][LOADED_SLOT]
+            config, ranks = self.round.parallel.to_json(), list(self._mine.ranks)
+            loaded = await client.load(checkpoint, declared.layout, config, ranks, declared.groups, slot)
+            await self._seal_slot(checkpoint.step, LOADED_SLOT, loaded["values"], loaded["without"])
+            assert self._snapshot is not None
+            index = await services.store.index(self._snapshot[0])
+        except TenplexError as error:
+            self._fail_here(f"load of {checkpoint.url}", error)
+            return await asyncio.Future()  # the workers that wait for it are ended
+        size, seconds = loaded["num_bytes"], time.time() - began
+        services.events.emit("loaded", round=self.round.number, url=checkpoint.url, num_bytes=size, seconds=seconds)
+        return Restored(checkpoint.step, loaded["consumed"], self._snapshot[0], index, loaded["values"])
+
+    async def _declare(self, layout: dict[str, Any], config: dict[str, Any], groups: dict[str, int]) -> dict[str, Any]:
         if config != self.round.parallel.to_json():
             raise LayoutError(f"the script built a mesh of {config}, the round has {self.round.parallel.to_json()}")
         if self._slots is None:
             self._digest = json.dumps(layout, sort_keys=True)
             self._slots = asyncio.ensure_future(self._open(layout, config))
+            self._declared = Declared(layout, groups)
+            self._is_declared.set()
         elif json.dumps(layout, sort_keys=True) != self._digest:
             raise LayoutError("two ranks of this node declare different layouts of the job's state")
         return await asyncio.shield(self._slots)
@@ -160,8 +198,10 @@ class Session:
         self._replication.opened(opened)
         return {"slots": opened["slots"], "replicated": opened["replicated"]}
 
-    def _on_sealed(self, step: int, slot: int, values: dict[str, Any] | None) -> None:
+    def _on_sealed(self, step: int, slot: int, values: dict[str, Any] | None, last: bool) -> None:
         """A rank has written its part. When the last of this node has, the store makes it a snapshot."""
+        if last:
+            self._services.links.ends(self.round.number, step)
         if values is not None:
             self._values[step] = values
         self._sealed.setdefault(step, slot)
@@ -173,17 +213,22 @@ class Session:
 
     async def _make_snapshot(self, step: int, slot: int, values: dict[str, Any]) -> None:
         try:
-            await self._services.store.seal(self.round.number, step, slot, values)
+            await self._seal_slot(step, slot, values)
         except TenplexError as error:
             self._fail_here(f"snapshot of step {step}", error)
-            return
+
+    async def _seal_slot(self, step: int, slot: int, values: dict[str, Any], without: Sequence[str] = ()) -> None:
+        self._snapshot = await self._services.store.seal(self.round.number, step, slot, values, without), slot
+        self._sealing_step = max(step, self._sealing_step)
         self._sealed_step = step
         self._services.events.emit("sealed", round=self.round.number, step=step)
-        self._replication.sealed(step, slot)
+        if not without:  # else nobody could have a copy of all of it; the next one will do
+            self._replication.sealed(step, slot)
 
     async def _show(self, order: Mapping[str, Any], dp_rank: int) -> str:
         held = [holding for source in (self.round.sources or {}).values() for holding in source.holdings]
-        consumed = max((holding.consumed for holding in held), default=0)
+        begun = self.round.checkpoint.consumed if self.round.checkpoint else 0
+        consumed = max((holding.consumed for holding in held), default=begun)
         key = (dp_rank, json.dumps(order, sort_keys=True))
         if key not in self._views:
             showing = self._services.view.show(
@@ -192,15 +237,29 @@ class Session:
             self._views[key] = asyncio.ensure_future(showing)
         return await asyncio.shield(self._views[key])
 
-    async def committed(self, step: int) -> None:
-        """Every node has sealed `step` of this round, and it is on as many as asked."""
+    async def committed(self, step: int, checkpoint: str | None) -> None:
+        """Every node has sealed `step` of this round, and it is on as many as asked; with the tag of a `checkpoint` it
+        is to be written, too."""
         try:
             await self._services.store.commit(self.round.number, step)
+            if checkpoint is not None:
+                await self._write_part(step, checkpoint)
         except TenplexError as error:
             self._fail_here(f"commit of step {step}", error)
             return
         self._page.committed = step
         self._services.events.emit("committed", round=self.round.number, step=step)
+
+    async def _write_part(self, step: int, tag: str) -> None:
+        """Before the workers hear of the commit: from then on a later snapshot may be made."""
+        if self._parts is None or self._declared is None or self._snapshot is None or step != self._sealed_step:
+            return
+        record, self._page.pinned = self._snapshot
+        index = await self._services.store.index(record)
+        self._parts.begin(step, tag, index, self._declared, self._unpin)
+
+    def _unpin(self) -> None:
+        self._page.pinned = NONE
 
     # --- stopping -------------------------------------------------------------------------------------------------
 
@@ -225,6 +284,8 @@ class Session:
         await self._replication.stop()
         if self._seal is not None:
             await asyncio.wait([self._seal])  # what was written whole must be in the inventory
+        if self._parts is not None:
+            await self._parts.cancel()
         await self._services.pool.sweep()
         self._services.logs.close_round(self.round.number)
         with contextlib.suppress(TenplexError, asyncio.TimeoutError):  # dead or stopped: the next round need not wait
@@ -256,12 +317,19 @@ class Session:
         if exit_.code != 0:
             self._fail(self._failure(end))
         elif not self._workers:
-            self._put(WorkersEnded(self.round.number, None, self._newest_commit()))
+            self._finishing = asyncio.ensure_future(self._finished())
+
+    async def _finished(self) -> None:
+        """All have exited with 0. Where checkpoints are written, the last snapshot must be known to be one before."""
+        deadline = time.monotonic() + LAST_COMMIT_S
+        while self._parts and self._page.committed < self._page.all_sealed() and time.monotonic() < deadline:
+            await asyncio.sleep(POLL_S)
+        self._put(WorkersEnded(self.round.number, None, self._newest_commit()))
 
     async def _watch_for_hangs(self) -> None:
         if self._services.hangs.never:
             return
-        watch = Watch(self._services.hangs, self.round.snapshot.step if self.round.snapshot else 0)
+        watch = Watch(self._services.hangs, self.round.start_step)
         watcher = HangWatcher(watch, self._page, self._services.control, self._workers.alive)
         hang = await watcher.found(self._services.pool.signal)
         if not self._stopping and not self._failed:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -133,8 +133,13 @@ class Arena:
         opened = self._round
         return {"own": opened.own_bytes, "buddy": opened.num_bytes - opened.own_bytes} if opened is not None else {}
 
-    def seal(self, number: int, step: int, slot: int, values: Record | None) -> SnapshotId:
-        """Make what the workers wrote into `slot` a snapshot, with its checksums. Raises StoreError."""
+    def seal(
+        self, number: int, step: int, slot: int, values: Record | None, without: Collection[str] = ()
+    ) -> SnapshotId:
+        """Make what was written into `slot`, the tensors `without` left out, a snapshot, with its checksums.
+
+        Raises StoreError.
+        """
         opened = self._round
         if opened is None or opened.number != number or slot not in range(NUM_SLOTS):
             raise StoreError(f"slot {slot} of round {number} cannot be sealed: this store has not opened it")
@@ -143,6 +148,7 @@ class Arena:
         pieces = tuple(
             Piece(entry.fqn, entry.region, entry.dtype, file, entry.offset, entry.num_bytes, checksum_of(view, entry))
             for entry in opened.entries
+            if entry.fqn not in without
         )
         snapshot = SnapshotId(number, step, opened.digest)
         consumed = records.whole((values or {}).get("consumed", 0), "`consumed` in the values of a snapshot")

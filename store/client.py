@@ -32,8 +32,11 @@ class StoreClient:
             "open_round", round=round_number, layout=layout, config=config, ranks=list(ranks), buddy=buddy
         )
 
-    async def seal(self, round_number: int, step: int, slot: int, values: Record | None) -> Record:
-        return await self._caller.request("seal", round=round_number, step=step, slot=slot, values=values)
+    async def seal(
+        self, round_number: int, step: int, slot: int, values: Record | None, without: Sequence[str] = ()
+    ) -> Record:
+        args = {"round": round_number, "step": step, "slot": slot, "values": values, "without": list(without)}
+        return await self._caller.request("seal", None, **args)
 
     async def replicate(self, round_number: int, step: int, slot: int, stores: Sequence[str], num_bytes: int) -> Record:
         timeout_s = self._timeout_s + num_bytes / SLOWEST_BYTES_PER_S

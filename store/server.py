@@ -110,7 +110,7 @@ class Control:
         return {"slots": [str(path) for path in slots], **self._arena.sizes(), "replicated": _replicated(layout, buddy)}
 
     async def _seal(self, args: Record) -> Record:
-        where = _whole(args, "round"), _whole(args, "step"), _whole(args, "slot"), args["values"]
+        where = _whole(args, "round"), _whole(args, "step"), _whole(args, "slot"), args["values"], args["without"]
         return (await asyncio.to_thread(self._arena.seal, *where)).to_json()
 
     async def _replicate(self, args: Record) -> Record:

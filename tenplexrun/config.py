@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tenplexrun import devices, formats, rdzv
+from tenplexrun.core.durable import Every
 from tenplexrun.core.forming import impossible
 from tenplexrun.core.output import PREFIX, STDERR, STDOUT, Output, Streams
-from tenplexrun.core.pace import Every
+from tenplexrun.core.pace import Interval
 from tenplexrun.core.parallel import ParallelConfig
 from tenplexrun.errors import UsageError
 from tenplexrun.flags import parser
@@ -28,6 +29,16 @@ class DataSpec:
     global_batch: int
     micro_batch: int
     seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointSpec:
+    """Durable checkpoints: written to `home` (None: none are), `keep` of them stay; `origin` is one to start from."""
+
+    home: str | None
+    origin: str | None
+    every: Every
+    keep: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +67,8 @@ class JobSpec:
     role: str
     virtual_local_rank: bool
     signals: tuple[signal.Signals, ...]
-    snapshot_every: Every
+    snapshot_every: Interval
+    checkpoints: CheckpointSpec | None
     replicas: int
     data: DataSpec | None
     view_mode: str
@@ -105,6 +117,7 @@ def check(args: argparse.Namespace, environ: Mapping[str, str]) -> JobSpec:
         virtual_local_rank=args.virtual_local_rank,
         signals=_signals(args.signals_to_handle),
         snapshot_every=_every(args.snapshot_every),
+        checkpoints=_checkpoints(args),
         replicas=args.replicas,
         data=_data(args),
         view_mode=args.view,
@@ -140,9 +153,9 @@ def _refuse(args: argparse.Namespace) -> None:
         raise UsageError("the folder that this was started in is gone; cd to one that exists")
 
 
-def _every(text: str) -> Every:
+def _every(text: str) -> Interval:
     try:
-        return Every.parse(text)
+        return Interval.parse(text)
     except ValueError as error:
         raise UsageError(f"--snapshot-every: {error}") from None
 
@@ -245,6 +258,20 @@ def _output(args: argparse.Namespace, environ: Mapping[str, str]) -> Output:
         filters={STDOUT: args.duplicate_stdout_filters, STDERR: args.duplicate_stderr_filters},
         prefix=PREFIX if template is None else template,
     )
+
+
+def _checkpoints(args: argparse.Namespace) -> CheckpointSpec | None:
+    every = Every.parse(args.checkpoint_every)
+    if args.checkpoint_keep < 1:
+        raise UsageError("--checkpoint-keep is a whole number of at least 1")
+    if args.checkpoint_dir is None and args.checkpoint_from is None:
+        return None
+    return CheckpointSpec(_url(args.checkpoint_dir), _url(args.checkpoint_from), every, args.checkpoint_keep)
+
+
+def _url(text: str | None) -> str | None:
+    """Paths do not depend on where a process runs."""
+    return text if not text or "://" in text or "::" in text else os.path.abspath(text)
 
 
 def _data(args: argparse.Namespace) -> DataSpec | None:

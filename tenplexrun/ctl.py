@@ -93,7 +93,7 @@ def _status(args: argparse.Namespace) -> int:
     if round_ is None:
         print(f"waiting for nodes; {len(members)} here")
     else:
-        snapshot = f", went on from step {round_.snapshot.step}" if round_.snapshot else ""
+        snapshot = f", went on from step {round_.start_step}" if round_.start_step else ""
         print(f"round {round_.number} {round_.phase} at {round_.parallel}{snapshot}; {round_.cause.detail}")
         for progress in _in(content, "progress").values():
             if progress["round"] == round_.number:

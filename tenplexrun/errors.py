@@ -14,7 +14,8 @@
     ├── RendezvousTimeoutError    71  too few nodes came in time
     ├── QuorumLostError           72  too few nodes are left
     ├── ProcessError              73  a process of ours could not be started or has died
-    └── WorkerHungError           74  a worker hangs
+    ├── WorkerHungError           74  a worker hangs
+    └── CheckpointError           75  a durable checkpoint cannot be read or written
 
 Exit codes of the launcher: 0; the first failing worker's own code; 128 + N for signal N; the codes above.
 """
@@ -82,6 +83,10 @@ class ProcessError(TenplexError):
 
 class WorkerHungError(TenplexError):
     exit_code = 74
+
+
+class CheckpointError(TenplexError):
+    exit_code = 75
 
 
 def _tree(root: type[TenplexError]) -> dict[str, type[TenplexError]]:

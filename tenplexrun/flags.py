@@ -149,6 +149,17 @@ OURS: dict[str, tuple[Flag, ...]] = {
             _text("1", "N|Ns|auto"),
         ),
         Flag(
+            "--checkpoint-dir",
+            "folder or fsspec URL, the same on all nodes, for durable checkpoints in the format of "
+            "torch.distributed.checkpoint; the newest one there is what a job starts from",
+            _text(None, "URL"),
+        ),
+        Flag("--checkpoint-every", "steps (500) or seconds (600s) between them (default 600s)", _text("600s", "N|Ns")),
+        Flag("--checkpoint-keep", "how many of them are kept (default 2)", _whole(2)),
+        Flag(
+            "--checkpoint-from", "a checkpoint to start from while there is none of the job's own", _text(None, "URL")
+        ),
+        Flag(
             "--data",
             "dataset to show below $TENPLEX_DATA_DIR, for example bytes:DIR?glob=**/*.py&sample_bytes=129",
             _text(None, "SPEC"),

@@ -13,12 +13,13 @@ from pathlib import Path
 from tenplexrun import channel
 from tenplexrun.agent.app import Agent, Launch
 from tenplexrun.agent.desk import Desk
+from tenplexrun.agent.durable import Collector
 from tenplexrun.agent.environment import NodeFacts
 from tenplexrun.agent.events import EventLog
 from tenplexrun.agent.links import Links
 from tenplexrun.agent.logs import WorkerLogs
 from tenplexrun.agent.meeting import find_meeting, own_host
-from tenplexrun.agent.pool import Pool
+from tenplexrun.agent.pool import SINGLE_THREADED, Pool
 from tenplexrun.agent.processes import Processes, module_command
 from tenplexrun.agent.rendezvous import token_proof
 from tenplexrun.agent.session import NodeServices
@@ -31,6 +32,7 @@ from tenplexrun.core.rounds import Member, Verdict
 from tenplexrun.errors import ProcessError
 from tenplexrun.store.client import StoreClient
 from tenplexrun.vfs.client import ViewClient
+from tenplexrun.worker.checkpoint_client import CheckpointClient
 
 WARM_UP_NEWS_S = 10.0
 MAX_RESTARTS = 20  # of the store or the view, killed from outside; ends of their own are never repeated
@@ -57,10 +59,11 @@ class Node:
         died: asyncio.Queue[Verdict] = asyncio.Queue()
         pool = self.pool
         host = own_host(spec.meeting.endpoints, spec.local_addr)
-        await asyncio.gather(self._start_store(host), self._start_view())
+        await asyncio.gather(self._start_store(host), self._start_view(), self._start_checkpoints())
         watching = asyncio.ensure_future(self._keep_alive(host, died))
         store = StoreClient(str(self.node_dir / "store.sock"))
         view = ViewClient(str(self.node_dir / "view.sock"))
+        checkpoints = self._checkpoints()
         links, desk = Links(self.node, self.token), Desk()
         logs = WorkerLogs(self.output, alias=f"{spec.run_id}_{self.node}")
         meeting = await find_meeting(spec.meeting, spec.local_addr, self.processes, self.node_dir)
@@ -95,6 +98,8 @@ class Node:
                 events=self.events,
                 data=await self._data(view),
                 hangs=spec.timeouts.hangs,
+                checkpoints=checkpoints,
+                collector=self._collector(checkpoints),
             )
             await self._warm_up()
             member = replace(member, ready_s=round(time.monotonic() - self.began, 3))
@@ -108,6 +113,8 @@ class Node:
             await desk.close()
             await links.close()
             await pool.close()
+            if checkpoints is not None:
+                await checkpoints.close()
             await logs.close()
             await coordination.close()
 
@@ -133,6 +140,7 @@ class Node:
             max_churn=spec.max_churn,
             replicas=spec.replicas,
             assign=least_cost,
+            durable=spec.checkpoints is not None,
         )
 
     def _facts(self, store_address: str) -> NodeFacts:
@@ -143,6 +151,7 @@ class Node:
             signals=",".join(signum.name for signum in spec.signals),
             max_restarts=spec.max_restarts,
             snapshot_every=str(spec.snapshot_every),
+            checkpoints=spec.checkpoints is not None and spec.checkpoints.home is not None,
             grace_s=spec.timeouts.grace_s,
             node_dir=str(self.node_dir),
             store=store_address,
@@ -158,6 +167,16 @@ class Node:
             f"joins are gathered for {times.join_window_s:g} s, too few nodes wait {times.rendezvous_s:g} s, "
             f"{times.hangs}"
         )
+
+    def _checkpoints(self) -> CheckpointClient | None:
+        spec = self.spec.checkpoints
+        if spec is None:
+            return None
+        return CheckpointClient(str(self.node_dir / "checkpoints.sock"), spec.home, spec.origin, spec.keep)
+
+    def _collector(self, client: CheckpointClient | None) -> Collector | None:
+        spec = self.spec.checkpoints
+        return None if client is None or spec is None or not spec.home else Collector(client, spec.every, self.events)
 
     async def _data(self, view: ViewClient) -> dict[str, object] | None:
         data = self.spec.data
@@ -195,9 +214,20 @@ class Node:
         }
         await self.processes.spawn("view", module_command("tenplexrun.vfs.server", json.dumps(config)))
 
+    async def _start_checkpoints(self) -> None:
+        if self.spec.checkpoints is None:
+            return
+        config = json.dumps({"socket": str(self.node_dir / "checkpoints.sock")})
+        argv = module_command("tenplexrun.worker.checkpointer", config)
+        await self.processes.spawn("checkpoints", argv, env=SINGLE_THREADED)
+
     async def _keep_alive(self, host: str, died: asyncio.Queue[Verdict]) -> None:
-        """Start store and view again when they die; what cannot be replaced ends this node."""
-        restart = {"store": lambda: self._start_store(host), "view": self._start_view}
+        """Start store, view and checkpoint process again when they die; what cannot be replaced ends this node."""
+        restart = {
+            "store": lambda: self._start_store(host),
+            "view": self._start_view,
+            "checkpoints": self._start_checkpoints,
+        }
         restarts: Counter[str] = Counter()
         while True:
             ended = await self.processes.exits.get()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+from tenplexrun.core.durable import Checkpoint
 
 Record = dict[str, Any]
 
@@ -116,8 +118,10 @@ class StoreClient(Protocol):
         Returns {"slots": [path, path], "own", "buddy": bytes of a slot, "replicated": whether any node owes anything}.
         Raises ArenaFullError with the bytes needed and free."""
 
-    async def seal(self, round_number: int, step: int, slot: int, values: Record) -> Record:
-        """All local ranks have written `slot`: checksum it and make it a snapshot. Returns its id."""
+    async def seal(
+        self, round_number: int, step: int, slot: int, values: Record, without: Sequence[str] = ()
+    ) -> Record:
+        """`slot` is written, but for the tensors `without`: checksum it and make it a snapshot. Returns its id."""
 
     async def replicate(self, round_number: int, step: int, slot: int, stores: Sequence[str], num_bytes: int) -> Record:
         """All nodes have sealed this snapshot, this one in `slot`: fetch what it owes, `num_bytes`, from the others'
@@ -139,6 +143,39 @@ class StoreClient(Protocol):
 
     async def layout(self, digest: str, peers: Sequence[str]) -> Record:
         """The layout of this digest, from here or from one of the peers' stores."""
+
+
+class CheckpointClient(Protocol):
+    """The node's checkpoint process. All raise CheckpointError when something cannot be read or written, ProcessError
+    when the process has died."""
+
+    async def newest(self, refused: Collection[str]) -> tuple[Checkpoint | None, list[str]]:
+        """The newest checkpoint that can be read, `refused` folders left out, and what is to be said of others."""
+
+    async def load(
+        self,
+        checkpoint: Checkpoint,
+        layout: Record,
+        config: Record,
+        ranks: Sequence[int],
+        groups: Mapping[str, int],
+        slot: str,
+    ) -> Record:
+        """Fill a slot file with what these ranks need. Returns {"step", "consumed", "values", "without", "num_bytes"}.
+        Raises LayoutError when it is of another model."""
+
+    async def take(self, index: str, layout: Record, config: Record, ranks: Sequence[Sequence[int]], me: int) -> int:
+        """Copy the share of node `me`, of the nodes with these ranks, of the snapshot in `index`. Returns its bytes."""
+
+    async def write(self, step: int, number: int, tag: str, groups: Mapping[str, int]) -> Record:
+        """Write what was taken as part `number`. Returns the part's record."""
+
+    async def cancel(self) -> None: ...
+    async def prepare(self, step: int, tag: str, layout: Record, parts: Sequence[Record]) -> None:
+        """All parts are written: check them, and write what makes them a checkpoint aside."""
+
+    async def publish(self, step: int, tag: str, files: Sequence[str]) -> Record:
+        """Make what was prepared a checkpoint, and remove old ones. Returns {"removed", "problem"}."""
 
 
 class ViewClient(Protocol):

@@ -64,25 +64,25 @@ class Extents:
     def __init__(self, catalogue: Catalogue, directory: str) -> None:
         self.catalogue = catalogue
         self.directory = directory
-        self._maps: dict[int, npt.NDArray[np.uint8]] = {}
+        self._maps: dict[int, memoryview] = {}
 
     def gather(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
         """The samples `ids` [n] as a new array [n, *shape]. Raises DataError when an extent is missing."""
-        catalogue = self.catalogue
-        rows = np.empty((len(ids), catalogue.sample_bytes), dtype=np.uint8)
-        number, record = np.divmod(ids, catalogue.samples_per_extent)
-        for extent in np.unique(number):
-            mine = np.flatnonzero(number == extent)
-            rows[mine] = self._map(int(extent))[record[mine]]
+        catalogue, size = self.catalogue, self.catalogue.sample_bytes
+        rows = np.empty((len(ids), size), dtype=np.uint8)
+        data = rows.reshape(-1).data
+        numbers, records = np.divmod(ids, catalogue.samples_per_extent)
+        # row by row: one copy, whose cost does not grow with the number of extents as that of numpy's indexing does
+        places = zip(numbers.tolist(), (records * size).tolist(), strict=True)
+        for start, (number, offset) in zip(range(0, len(data), size), places, strict=True):
+            data[start : start + size] = (self._maps.get(number) or self._map(number))[offset : offset + size]
         return rows.view(catalogue.dtype).reshape(len(ids), *catalogue.shape)
 
-    def _map(self, number: int) -> npt.NDArray[np.uint8]:
-        """Extent `number` as an array [samples, sample_bytes]."""
-        if number not in self._maps:
-            shape = (self.catalogue.samples_in(number), self.catalogue.sample_bytes)
-            path = os.path.join(self.directory, extent_name(number))
-            try:
-                self._maps[number] = np.memmap(path, dtype=np.uint8, mode="r", shape=shape).view(np.ndarray)
-            except (OSError, ValueError) as error:
-                raise DataError(f"cannot map {path}: {error}; the dataset view has lost it") from error
+    def _map(self, number: int) -> memoryview:
+        num_bytes = self.catalogue.samples_in(number) * self.catalogue.sample_bytes
+        path = os.path.join(self.directory, extent_name(number))
+        try:
+            self._maps[number] = np.memmap(path, dtype=np.uint8, mode="r", shape=(num_bytes,)).data
+        except (OSError, ValueError) as error:
+            raise DataError(f"cannot map {path}: {error}; the dataset view has lost it") from error
         return self._maps[number]

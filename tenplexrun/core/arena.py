@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tenplexrun.core import records
@@ -80,7 +80,7 @@ def arena_map(layout: Layout, config: ParallelConfig, ranks: Iterable[int]) -> A
         if layout.spec(fqn).replicas == "first":
             owners[fqn, region] = owners[fqn, region][:1]
     sizes = {key: key[1].num_elements * item_bytes(layout.spec(key[0]).dtype) for key in owners}
-    writers = _writers(owners, sizes)
+    writers = spread(owners, sizes)
     entries, offset = [], 0
     for fqn, region in sorted(owners):
         size = sizes[fqn, region]
@@ -89,9 +89,11 @@ def arena_map(layout: Layout, config: ParallelConfig, ranks: Iterable[int]) -> A
     return ArenaMap(tuple(entries), offset)
 
 
-def _writers(
-    owners: dict[tuple[str, Region], list[int]], sizes: dict[tuple[str, Region], int]
+def spread(
+    owners: Mapping[tuple[str, Region], Sequence[int]], sizes: Mapping[tuple[str, Region], int]
 ) -> dict[tuple[str, Region], int]:
+    """One owner (a rank, or a node's number) for each (name, region): those with one owner first, then each to the one
+    with the fewest bytes so far, the lowest of equals."""
     load = {rank: 0 for ranks in owners.values() for rank in ranks}
     writers = {}
     for key in sorted(owners, key=lambda key: (len(owners[key]) > 1, key)):

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+from tenplexrun.core.durable import Found
 from tenplexrun.core.layout import Layout
 from tenplexrun.core.parallel import ParallelConfig
 from tenplexrun.core.placement import Assign
@@ -25,7 +26,7 @@ class Settings:
 
     A member without a link to the decider for `unreachable_s` counts as lost. `max_churn`: how many times the nodes of
     a job may change. `replicas`: on how many nodes each part of a snapshot shall be. `assign` solves the placement of
-    nodes; without it they keep their order.
+    nodes; without it they keep their order. `durable`: there may be durable checkpoints.
     """
 
     min_nodes: int
@@ -40,6 +41,7 @@ class Settings:
     max_churn: int | None = None
     replicas: int = 1
     assign: Assign | None = None
+    durable: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,8 @@ class View:
     """All that the decider knows. `seen`: when it first saw each member; `since`: when it saw the round as it is.
 
     `asked`: when it first saw each request; one that is not in it has waited long enough. `unlinked`: members that have
-    no link to it, and since when. Times are of the decider's monotonic clock.
+    no link to it, and since when. `found`: the durable checkpoint that was looked for. `writing`: one is being written.
+    Times are of the decider's monotonic clock.
     """
 
     decider: str
@@ -61,13 +64,16 @@ class View:
     wall: float
     asked: Mapping[str, float] = field(default_factory=dict)
     unlinked: Mapping[str, float] = field(default_factory=dict)
+    found: Found | None = None
+    writing: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
     """What to do, and why. `round`: the document to write; `answers`: of requests.
 
-    `need_layouts`: digests to fetch before the next decision. `wake_at`: when to decide again without news.
+    `need_layouts`: digests to fetch before the next decision. `look_for`: the same for a durable checkpoint, with what
+    is known of it. `wake_at`: when to decide again without news.
     `tell`: people should hear of it. `resign`: let another agent decide.
     """
 
@@ -78,6 +84,7 @@ class Decision:
     wake_at: float | None = None
     tell: bool = False
     resign: bool = False
+    look_for: Found | None = None
 
 
 def regather(view: View, round_: Round, settings: Settings, cause: Cause, stop: Stop) -> Decision:
@@ -94,6 +101,7 @@ def regather(view: View, round_: Round, settings: Settings, cause: Cause, stop: 
         stop=stop,
         snapshot=None,
         sources=None,
+        checkpoint=None,
         master=None,
         fallback=round_.fallback if cause.kind == "resize" else None,
         churn=churn,

@@ -20,8 +20,9 @@ from tenplexrun.core.decisions import (
     nodes_text,
     spent,
 )
+from tenplexrun.core.durable import Found
 from tenplexrun.core.rounds import FAILURES, Ack, Member, Round, Stop, Verdict
-from tenplexrun.errors import QuorumLostError
+from tenplexrun.errors import CheckpointError, QuorumLostError
 
 BLAME_S = 2.0
 """How long a job without restarts left waits for the news that a node is gone: links tell in milliseconds."""
@@ -127,6 +128,13 @@ def _form(view: View, round_: Round, settings: Settings, now: float, gathered: M
             return end_by_drain(view, round_, left[0])
         return _too_few(view, round_, settings, now, members)
     snapshot, sources = forming.recover(gathered, view.members, view.layouts)
+    found = Found(round_.number, round_.refused)
+    if snapshot is None and settings.durable:
+        if view.found is None or (view.found.round, view.found.refused) != (found.round, found.refused):
+            return Decision("no living nodes hold a snapshot, looking for a checkpoint", look_for=found, tell=True)
+        found = view.found
+        if found.error is not None:
+            return end(round_, Verdict(CheckpointError.exit_code, found.error, round_.first_failure), view.wall)
     layout = None if snapshot is None else view.layouts[snapshot.digest]
     if snapshot and layout and settings.assign and forming.refusal([layout], selection.parallel) is None:
         ranks = {participant.node: participant.first_rank for participant in round_.participants}
@@ -142,11 +150,11 @@ def _form(view: View, round_: Round, settings: Settings, now: float, gathered: M
         master=(first.host, gathered[first.node].master_port),
         snapshot=snapshot,
         sources=sources,
+        checkpoint=found.checkpoint,
         replicas=settings.replicas,
     )
     formed = inputs.frozen(formed, view.members)
-    origin = f"from {snapshot}" if snapshot else "from the start: no living node holds a snapshot"
-    return Decision(f"round {round_.number} runs at {selection.parallel} {origin}", formed)
+    return Decision(f"round {round_.number} runs at {selection.parallel} {formed.origin}", formed)
 
 
 def _too_few(view: View, round_: Round, settings: Settings, now: float, members: list[Member]) -> Decision:

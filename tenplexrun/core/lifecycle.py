@@ -148,6 +148,7 @@ class Lifecycle:
         self.draining = False
         self._stopping: How | None = None
         self._done = False
+        self._finished: int | None = None
         self._gathering: int | None = None
 
     @property
@@ -194,8 +195,8 @@ class Lifecycle:
         return [Hold(seen.number, seen.stop.hold)]
 
     def _on_running(self, seen: Round) -> list[Action]:
-        if self.live == seen.number:
-            return []  # the same round, under another decider
+        if seen.number in (self.live, self._finished):
+            return []  # the same round, with something else written in it
         if self.live is not None:
             return self._stop("kill")  # it went on without this node
         if seen.participant(self.node) is not None:
@@ -208,6 +209,7 @@ class Lifecycle:
             return []
         if event.failure is None:
             self.live, self._stopping, self._done = None, None, True  # no `Stopped` will be about them
+            self._finished = event.round
             if self.round.phase == "ended":
                 return [Exit(self.round)]
             if self.round.phase == "gathering":

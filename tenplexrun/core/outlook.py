@@ -7,6 +7,7 @@ from collections.abc import Callable, Container, Mapping
 from typing import Any, Protocol, TypeVar
 
 from tenplexrun.core import rounds
+from tenplexrun.core.durable import Found
 from tenplexrun.core.layout import Layout
 from tenplexrun.core.membership import View
 from tenplexrun.core.rounds import Round
@@ -26,7 +27,7 @@ class Written(Protocol):
 class Outlook:
     """`observe` what the watch of the epoch's `folder` brings; `view` is all that `membership.decide` asks for.
 
-    Times are of the decider's monotonic clock. `layouts`: those read so far, by digest.
+    Times are of the decider's monotonic clock. `layouts`: those read so far, by digest. `found`: see `View`.
     """
 
     def __init__(self, folder: str, layouts: Mapping[str, Layout] | None = None) -> None:
@@ -39,6 +40,7 @@ class Outlook:
         self._since: tuple[object, float] | None = None
         self._parsed: dict[str, tuple[str, Any]] = {}  # by key, of which token: a big job has a thousand acks
         self.layouts = dict(layouts or {})
+        self.found: Found | None = None
 
     def observe(self, content: Mapping[str, Written]) -> None:
         """The whole content of the folder, by key."""
@@ -67,9 +69,9 @@ class Outlook:
         evicted = self.round.evicted if self.round else ()
         return [key for node in evicted if (key := f"{self._folder}/members/{node}") in self._content]
 
-    def view(self, decider: str, now: float, wall: float, linked: Container[str]) -> View:
+    def view(self, decider: str, now: float, wall: float, linked: Container[str], writing: bool = False) -> View:
         """`decider`: the address of its link. `wall`: Unix time, for the records only. `linked`: the nodes that have a
-        link to it."""
+        link to it. `writing`: a durable checkpoint is under way."""
         round_ = self.round
         members = {member.node: member for member in self._all("members", rounds.member_from_json)}
         self._seen = {node: self._seen.get(node, now) for node in members}
@@ -92,6 +94,8 @@ class Outlook:
             layouts=self.layouts,
             since=self._since[1],
             wall=wall,
+            found=self.found,
+            writing=writing,
         )
 
     def _all(self, kind: str, parse: Callable[[dict[str, Any]], T]) -> list[T]:

@@ -16,14 +16,14 @@ AUTO_SHARE = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class Every:
+class Interval:
     """Each `steps` steps, or each `seconds`, or, with neither, as often as costs no more than `AUTO_SHARE`."""
 
     steps: int | None = None
     seconds: float | None = None
 
     @classmethod
-    def parse(cls, text: str) -> Every:
+    def parse(cls, text: str) -> Interval:
         """ "5", "30s" or "auto". Raises ValueError, for people."""
         if text == "auto":
             return cls()
@@ -37,7 +37,7 @@ class Every:
         return every
 
     def __str__(self) -> str:
-        return "auto" if self == Every() else f"{self.seconds:g}s" if self.steps is None else str(self.steps)
+        return "auto" if self == Interval() else f"{self.seconds:g}s" if self.steps is None else str(self.steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +54,15 @@ class Turns:
     `by_word`: as rank 0 says; else every so many steps. All ranks ask the same, so all take the same turns.
     """
 
-    def __init__(self, every: Every, start: int, by_word: bool) -> None:
+    def __init__(self, every: Interval, start: int, by_word: bool) -> None:
         self.sealed = NONE
         """The newest snapshot that this rank has written its part of. The next waits until that is committed: then the
         other slot holds nothing that may still be needed."""
-        self._every, self._start, self._by_word = every, start, by_word
-        self._next, self._slot = start + 1, 1
+        self.slot = 0
+        """Where the next one goes."""
+        self.start = start
+        self._every, self._by_word = every, by_word
+        self._next = start + 1
 
     def asks(self, step: int) -> bool:
         """Whether there is a word about the boundary before `step`; `hear` it before anything else."""
@@ -71,12 +74,13 @@ class Turns:
     def due(self, step: int) -> bool:
         """Without words: whether the snapshot of the state before `step` is due; what was restored is there already."""
         every = self._every.steps
-        return not self._by_word and step > self._start and every is not None and step % every == 0
+        return not self._by_word and step > self.start and every is not None and step % every == 0
 
     def take(self, step: int) -> int:
         """The slot for the snapshot before `step`, which is this rank's newest from now on."""
-        self.sealed, self._slot = step, 1 - self._slot
-        return self._slot
+        taken = self.slot
+        self.sealed, self.slot = step, 1 - taken
+        return taken
 
 
 class Pace:
@@ -86,7 +90,7 @@ class Pace:
     committed the next one waits for a later step; if that took longer than a step, its links then rest as long again.
     """
 
-    def __init__(self, every: Every, start: int, now: float) -> None:
+    def __init__(self, every: Interval, start: int, now: float) -> None:
         self._every = every
         self._looked, self._looked_at = start, now
         self._step_s = 0.0

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
+from tenplexrun.core.durable import Checkpoint
 from tenplexrun.core.parallel import ParallelConfig
 from tenplexrun.core.snapshots import Holding, SnapshotId
 
@@ -181,6 +182,8 @@ class Round:
 
     `racks`, `algorithm`, `inputs`: frozen when it was formed; see `core.inputs`.
     `evicted`: nodes that count as gone, whatever else is written of them. A node that comes back has a new name.
+    `checkpoint`: read if there is no snapshot; `refused`: those that could not be. `saved`: the last step of which a
+    durable checkpoint was published.
     `replicas`: on how many nodes each part of its snapshots shall be.
     `churn`: how often nodes came or went. `departures`: by host, how often of late, and the Unix time of the last.
     """
@@ -208,6 +211,23 @@ class Round:
     algorithm: int = 0
     inputs: str = ""
     replicas: int = 1
+    checkpoint: Checkpoint | None = None
+    refused: tuple[str, ...] = ()
+    saved: int | None = None
+
+    @property
+    def start_step(self) -> int:
+        """The first step of a running round."""
+        return self.snapshot.step if self.snapshot else self.checkpoint.step if self.checkpoint else 0
+
+    @property
+    def origin(self) -> str:
+        """What a running round starts from, in words."""
+        if self.snapshot is not None:
+            return f"from step {self.snapshot.step}, held in memory"
+        if self.checkpoint is not None:
+            return f"from step {self.checkpoint.step}: no living nodes hold a snapshot, {self.checkpoint.url} is read"
+        return "from step 0: no living nodes hold a snapshot"
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -285,6 +305,8 @@ def round_from_json(record: Record) -> Round:
     body["stop"] = Stop(**body["stop"])
     body["participants"] = tuple(Participant(**p) for p in body["participants"])
     body["departures"] = {host: (int(one[0]), float(one[1])) for host, one in body["departures"].items()}
+    body["checkpoint"] = body["checkpoint"] and Checkpoint(**body["checkpoint"])
+    body["refused"] = tuple(body["refused"])
     body["spares"], body["evicted"] = tuple(body["spares"]), tuple(body["evicted"])
     for name in ("sizes", "parallel", "fallback"):
         body[name] = body[name] and ParallelConfig.from_json(body[name])

@@ -22,6 +22,7 @@ from tenplexrun.core.decisions import (
 )
 from tenplexrun.core.parallel import ParallelConfig
 from tenplexrun.core.rounds import Cause, Failure, Request, Round, Stop, Verdict
+from tenplexrun.errors import CheckpointError, LayoutError
 
 DRAIN_WINDOW_S = 0.5
 """A scheduler takes nodes back one by one: those that are told to leave within this time leave in one change."""
@@ -34,6 +35,8 @@ def watch(view: View, round_: Round, settings: Settings, now: float) -> Decision
     if failure is not None:
         return _after_failure(view, round_, settings, failure)
     if all(done(view, node) for node in round_.nodes):
+        if view.writing:
+            return Decision("all workers have finished; the last checkpoint is being written", tell=True)
         return end(round_, Verdict(0, "all workers have finished"), view.wall)
     lost = [p for p in round_.participants if p.node not in view.members]
     if lost:
@@ -49,6 +52,12 @@ def watch(view: View, round_: Round, settings: Settings, now: float) -> Decision
 
 def _after_failure(view: View, round_: Round, settings: Settings, failure: Failure) -> Decision:
     cause, stop = failure.cause, Stop("now", hung=bool(failure.hung))
+    if round_.checkpoint is not None and failure.pid == 0:  # no worker's fault, and maybe the checkpoint's
+        if failure.code == LayoutError.exit_code:
+            return end(round_, Verdict(failure.code, failure.describe(), failure), view.wall)
+        if failure.code == CheckpointError.exit_code:
+            without = replace(round_, refused=(*round_.refused, round_.checkpoint.url), first_failure=None)
+            return regather(view, without, settings, cause, stop)
     failed = replace(round_, failures=round_.failures + 1, first_failure=failure)
     unproven = round_.fallback
     if unproven is not None and all(ack.committed is None for ack in view.acks.values()):

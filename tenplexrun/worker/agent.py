@@ -39,10 +39,13 @@ class Agent:
             "hello", rank=launch.rank, local_rank=launch.local_rank, round=launch.round, pid=os.getpid()
         )
 
-    def declare(self, layout: Layout, config: ParallelConfig) -> tuple[list[str], bool]:
-        """Reserve the round's slots. Returns their paths, and whether snapshots have to be replicated; raises
-        ArenaFullError when memory is short."""
-        reply = self._channel.request("declare", layout=layout.to_json(), config=config.to_json())
+    def declare(self, layout: Layout, config: ParallelConfig, groups: dict[str, int]) -> tuple[list[str], bool]:
+        """Reserve the round's slots. `groups`: the optimizer's group of each parameter.
+
+        Returns the slots' paths, and whether snapshots have to be replicated; raises ArenaFullError when memory is
+        short.
+        """
+        reply = self._channel.request("declare", layout=layout.to_json(), config=config.to_json(), groups=groups)
         return [str(path) for path in reply["slots"]], bool(reply["replicated"])
 
     def restore(self) -> dict[str, Any]:
@@ -59,10 +62,12 @@ class Agent:
     def event(self, name: str, **fields: Any) -> None:
         self._channel.notify("event", name=name, at=time.time(), **fields)
 
-    def sealed(self, step: int, slot: int, values: dict[str, Any]) -> None:
-        """This rank's part of `slot` is written. The node's lowest rank sends the values, for all."""
+    def sealed(self, step: int, slot: int, values: dict[str, Any], last: bool) -> None:
+        """This rank's part of `slot` is written. The node's lowest rank sends the values, for all. `last`: no more
+        steps will come."""
         self.page.seal(self._launch.local_rank, step)
-        self._channel.notify("sealed", step=step, slot=slot, values=values if self._launch.local_rank == 0 else None)
+        values_once = values if self._launch.local_rank == 0 else None
+        self._channel.notify("sealed", step=step, slot=slot, values=values_once, last=last)
 
     def may_start(self, step: int) -> bool:
         return self.page.may_start(self._launch.local_rank, step, self._fence)

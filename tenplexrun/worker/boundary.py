@@ -34,11 +34,13 @@ class Words:
         self._store, self._agent, self._pace = store, agent, pace
         self._said: list[int] = []
 
-    def about(self, step: int, sealed: int) -> Word:
-        """The word about `step`; `sealed` is this rank's newest snapshot. Raises RoundStopped."""
+    def about(self, step: int, turns: Turns) -> Word:
+        """The word about `step`. Raises RoundStopped."""
         key = f"word/{step}"
         if self._pace is not None:
-            word = self._pace.decide(step, time.monotonic(), self._agent.page.committed < sealed)
+            page = self._agent.page
+            busy = page.committed < turns.sealed or page.pinned == turns.slot
+            word = self._pace.decide(step, time.monotonic(), busy)
             self._store.set(key, json.dumps([word.take, word.next]))
             self._said.append(step)
             return word
@@ -59,8 +61,9 @@ class Boundary:
     """The boundaries of one round on one rank.
 
     Every rank passes the same boundaries in the same order, and takes the same snapshots: those of every so many
-    steps, or those of which rank 0 says so (`words`), and that of the step before which all have agreed to stop. So all
-    use the same slots. A slot is written only when the fate of the snapshot in the other one is known.
+    steps, or those of which rank 0 says so (`words`), that of the step before which all have agreed to stop, and a last
+    one where there are durable checkpoints. So all use the same slots. A slot is written only when the fate of the
+    snapshot in the other one is known, and while nobody copies it for a durable checkpoint.
     """
 
     def __init__(self, agent: Agent, writer: SlotWriter, turns: Turns, words: Words | None, read: Read) -> None:
@@ -77,21 +80,26 @@ class Boundary:
         """Take the snapshot of the state before `step`, if one is due."""
         due = self._turns.due(step)
         if self._words is not None and self._turns.asks(step):
-            word = self._words.about(step, self._turns.sealed)
+            word = self._words.about(step, self._turns)
             self._turns.hear(word)
             due = word.take
         if due:
             self._snapshot(step)
 
-    def _snapshot(self, step: int) -> None:
-        before = self._turns.sealed
+    def finish(self, step: int) -> None:
+        """Take the job's last snapshot: it becomes a durable checkpoint, if there are any."""
+        if step > self._turns.start:
+            self._snapshot(step, last=True)
+
+    def _snapshot(self, step: int, last: bool = False) -> None:
+        page, before, slot = self._agent.page, self._turns.sealed, self._turns.slot
         if before == step:
             return
         began = time.monotonic()
-        self._agent.wait(lambda: self._agent.page.committed >= before, step)
+        self._agent.wait(lambda: page.committed >= before and page.pinned != slot, step)
         tensors, values = self._read(step)
-        slot = self._turns.take(step)
+        self._turns.take(step)
         self._writer.write(slot, tensors)
-        self._agent.sealed(step, slot, values)
+        self._agent.sealed(step, slot, values, last)
         if self._words is not None:
             self._words.taken(before, time.monotonic() - began)

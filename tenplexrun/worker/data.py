@@ -163,8 +163,7 @@ def open_loader(
     named = isinstance(dataset, str)
     as_arrays = named and not options and has_one_size(dataset)
     if as_arrays and show is not None:
-        extents, order = open_view(show({**record, "dataset": absolute(dataset)}))
-        return Loader(Gathered(extents), order, dp_rank, dp_size, consumed)
+        return Loader(*open_view(show({**record, "dataset": absolute(dataset)})), dp_rank, dp_size, consumed)
     samples = open_dataset(absolute(dataset)) if named else dataset
     if isinstance(samples, Dataset):
         fingerprint = fingerprint or samples.fingerprint()
@@ -177,7 +176,7 @@ def open_loader(
     return Loader(Fetcher(samples, order, dp_rank, dp_size, options), order, dp_rank, dp_size, consumed)
 
 
-def open_view(directory: str, patience_s: float = 10.0) -> tuple[Extents, DataOrder]:
+def open_view(directory: str, patience_s: float = 10.0) -> tuple[Gathered, DataOrder]:
     """The samples and the order that a view's directory shows. Raises DataError when it is no view, or a lost one.
 
     A view whose process has died is waited for. Afterwards the view is not needed: the extents behind it are.
@@ -194,11 +193,9 @@ def open_view(directory: str, patience_s: float = 10.0) -> tuple[Extents, DataOr
             raise DataError(f"{directory} is no dataset view of this version: {error!r}") from error
 
 
-def _open_view(home: Path) -> tuple[Extents, DataOrder]:
+def _open_view(home: Path) -> tuple[Gathered, DataOrder]:
     index = json.loads((home / "index.json").read_text())
     cursor = json.loads((home / "cursor.json").read_text())
-    links = home / index["extents"]
-    return (
-        Extents(Catalogue.from_json(index["samples"]), str((links / extent_name(0)).resolve(strict=True).parent)),
-        DataOrder.from_json(cursor["order"]),
-    )
+    folder = (home / index["extents"] / extent_name(0)).resolve(strict=True).parent
+    extents = Extents(Catalogue.from_json(index["samples"]), str(folder))
+    return Gathered(extents), DataOrder.from_json(cursor["order"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from tenplexrun.core.layout import Layout
@@ -34,6 +35,17 @@ def agree(store: KeyValueStore, config: ParallelConfig, rank: int, own: Layout, 
     if "error" in verdict:
         raise from_wire(verdict["error"])
     return Layout.from_json(verdict["layout"])
+
+
+def merged(store: KeyValueStore, config: ParallelConfig, rank: int, own: Mapping[str, int]) -> dict[str, int]:
+    """The union of what all ranks give, the same on all: the optimizer's group of each parameter by name."""
+    store.set(f"groups/{rank}", json.dumps(dict(own)))
+    if rank == 0:
+        union: dict[str, int] = {}
+        for other in range(config.world_size):
+            union.update(json.loads(store.get(f"groups/{other}")))
+        store.set("groups/union", json.dumps(union))
+    return dict(json.loads(store.get("groups/union")))
 
 
 def _union(store: KeyValueStore, config: ParallelConfig) -> Layout:

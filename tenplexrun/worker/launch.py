@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tenplexrun.core.pace import Every
+from tenplexrun.core.pace import Interval
 from tenplexrun.core.parallel import AXES, OPTIONAL, ParallelConfig
 from tenplexrun.errors import UsageError
 
@@ -38,7 +38,9 @@ class Launch:
     """Address of the agent's socket; "" where no agent runs."""
     control: str
     """Path of the control page; "" where no agent runs."""
-    snapshot_every: Every
+    snapshot_every: Interval
+    checkpoints: bool
+    """Whether durable checkpoints are written."""
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> Launch:
@@ -53,6 +55,7 @@ class Launch:
             agent=env.get("TENPLEX_AGENT", ""),
             control=env.get("TENPLEX_CONTROL", ""),
             snapshot_every=_every(env),
+            checkpoints=bool(_number(env, "TENPLEX_CHECKPOINTS", 0)),
         )
         if bool(launch.agent) != bool(launch.control):
             raise UsageError("TENPLEX_AGENT and TENPLEX_CONTROL come together; start the script with `tenplexrun`")
@@ -86,9 +89,9 @@ def parallel_from_env(env: Mapping[str, str], world_size: int) -> ParallelConfig
         raise UsageError(f"{error}; correct the TENPLEX_* sizes") from None
 
 
-def _every(env: Mapping[str, str]) -> Every:
+def _every(env: Mapping[str, str]) -> Interval:
     try:
-        return Every.parse(env.get("TENPLEX_SNAPSHOT_EVERY") or "1")
+        return Interval.parse(env.get("TENPLEX_SNAPSHOT_EVERY") or "1")
     except ValueError as error:
         raise UsageError(f"TENPLEX_SNAPSHOT_EVERY: {error}; start the script with `tenplexrun`") from None
 

@@ -115,6 +115,13 @@ class OptimizerState:
                 value = filled[f"optim.{fqn}.{slot.key}"]
                 state[slot.key] = value if slot.kind is torch.Tensor else slot.kind(value.item())
 
+    @property
+    def groups(self) -> dict[str, int]:
+        """The number of each parameter's param group, by fqn."""
+        groups = enumerate(self._optimizer.param_groups)
+        numbers = {id(param): number for number, group in groups for param in group["params"]}
+        return {fqn: numbers[id(param)] for fqn, param in self._params.items()}
+
     def values(self) -> list[dict[str, Any]]:
         """Hyper-parameters of the param groups; tensors of one element (a capturable learning rate) as numbers."""
         return [

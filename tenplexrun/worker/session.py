@@ -8,13 +8,13 @@ from typing import Any
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from tenplexrun.core.layout import Layout
-from tenplexrun.core.pace import Every, Pace, Turns
+from tenplexrun.core.pace import Interval, Pace, Turns
 from tenplexrun.core.snapshots import arena_map
 from tenplexrun.errors import StateLostError
 from tenplexrun.worker.agent import Agent
 from tenplexrun.worker.boundary import Boundary, Words
 from tenplexrun.worker.data import Loader
-from tenplexrun.worker.exchange import agree
+from tenplexrun.worker.exchange import agree, merged
 from tenplexrun.worker.launch import Launch, Place
 from tenplexrun.worker.slots import SlotWriter, Snapshot
 from tenplexrun.worker.state import State
@@ -36,7 +36,7 @@ class Session:
         """
         self._agent.event("built")
         layout = self._agree()
-        slots, replicated = self._agent.declare(layout, self._place.config)
+        slots, replicated = self._agent.declare(layout, self._place.config, self._groups())
         self._start = self._restore(layout)
         arena = arena_map(layout, self._place.config, self._launch.node_ranks)
         writer = SlotWriter(slots, arena, layout, self._place)
@@ -53,7 +53,10 @@ class Session:
 
     def finish(self, step: int) -> None:
         """All steps before `step` are done, and no more will come."""
-        self._boundary.after(step)
+        if self._launch.checkpoints:
+            self._boundary.finish(step)
+        else:
+            self._boundary.after(step)
         self._agent.done()
 
     def _pacing(self, replicated: bool) -> tuple[Turns, Words | None]:
@@ -61,7 +64,7 @@ class Session:
         store = self._store
         if self._launch.rank == 0:
             store.set("every", str(self._launch.snapshot_every))
-        every = Every.parse(store.get("every").decode())
+        every = Interval.parse(store.get("every").decode())
         by_word = every.steps is None or replicated
         turns = Turns(every, self._start, by_word)
         if not by_word:
@@ -74,6 +77,9 @@ class Session:
         once = self._state.values()
         once.pop("seed")
         return agree(self._store, self._place.config, self._launch.rank, self._state.layout(), once)
+
+    def _groups(self) -> dict[str, int]:
+        return merged(self._store, self._place.config, self._launch.rank, self._state.groups())
 
     def _restore(self, layout: Layout) -> int:
         reply = self._agent.restore()
@@ -92,8 +98,8 @@ class Session:
             )
         values, step = reply["values"], int(reply["step"])
         self._state.adopt(filled, values)
-        derived = self._state.adopt_streams(filled, int(values["seed"]), step)
-        self._loader.begin(int(reply["consumed"]), values["order"])
+        derived = self._state.adopt_streams(filled, int(values.get("seed", 0)), step)
+        self._loader.begin(int(reply["consumed"]), values.get("order"))
         self._agent.event(
             "restored", step=step, num_bytes=num_bytes, seconds=time.monotonic() - began, derived_seed=derived
         )

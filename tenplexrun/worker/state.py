@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -88,6 +89,10 @@ class State:
         encoded: dict[str, Any] = plain.encode(found)
         return encoded
 
+    def groups(self) -> dict[str, int]:
+        """The optimizer's param group of each parameter here."""
+        return self._optimizer.groups if self._optimizer is not None else {}
+
     def blank(self) -> dict[str, torch.Tensor]:
         """Where a restore writes, by fqn: the model's own memory, and new tensors for all that `adopt` takes over."""
         return {
@@ -104,9 +109,17 @@ class State:
     def adopt(self, filled: Mapping[str, torch.Tensor], values: Mapping[str, Any]) -> None:
         """Go on from tensors that `blank` gave and a restore filled, and from `values` as saved.
 
-        Raises LayoutError when the saved values are of another kind of job.
+        Values of a checkpoint that was not written by us (`foreign`) say no more than was found there; what it lacks
+        stays as the script made it. Raises LayoutError when the saved values are of another kind of job.
         """
         saved = plain.decode(dict(values))
+        if saved.get("foreign"):
+            mine: dict[str, Any] = {}
+            if self._optimizer is not None:
+                mine["optimizer"] = [{} for _ in self._optimizer.values()]
+            if self._scheduler is not None:
+                mine["scheduler"] = self._scheduler.state_dict()
+            saved = {name: _overlaid(value, saved[name]) if name in saved else value for name, value in mine.items()}
         for name, own in (("optimizer", self._optimizer), ("scheduler", self._scheduler)):
             if (name in saved) != (own is not None):
                 there, here = ("with", "without") if name in saved else ("without", "with")
@@ -142,6 +155,18 @@ class State:
                     )
                 found[fqn] = tensor
         return found
+
+
+def _overlaid(own: Any, found: Any) -> Any:
+    """`found`, whose dicts have only strings for keys as DCP flattens them, in the form of `own`."""
+    if not isinstance(own, dict) or not isinstance(found, dict):
+        return found
+    names = {str(key): key for key in own}
+    result = copy.copy(own)
+    for name, value in found.items():
+        key = names.get(name, name)
+        result[key] = _overlaid(own.get(key), value)
+    return result
 
 
 def _clean(name: str) -> str:

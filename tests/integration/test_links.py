@@ -21,7 +21,7 @@ class Node:
         self.lost: asyncio.Queue[str] = asyncio.Queue()
         self.links.bind(self._commit, self._lost)
 
-    async def _commit(self, round_number: int, step: int) -> None:
+    async def _commit(self, round_number: int, step: int, _checkpoint: str | None) -> None:
         self.commits.put_nowait((round_number, step))
 
     async def _lost(self, node: str, _link: str) -> None:

@@ -254,7 +254,7 @@ def test_refusals_keep_their_class_and_the_process(
     fine = view.show(1, order)
     for change, message in (
         ({"dataset": "npy:/no/such.npy"}, "does not exist"),
-        ({"dataset": "tar:/x"}, "should be FORMAT:PATH"),
+        ({"dataset": "zip:/x"}, "should be FORMAT:PATH"),
         ({"micro_batch": 0}, "micro_batch=0"),
         ({"fingerprint": "xxh3-0"}, "fingerprint was 'xxh3-0'"),
         ({"num_samples": 1004}, "num_samples was 1004"),

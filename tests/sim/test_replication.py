@@ -19,7 +19,7 @@ from tenplexrun.core.buddies import buddies
 from tenplexrun.core.commits import Commits, News
 from tenplexrun.core.control import NONE
 from tenplexrun.core.layout import Layout, Shard, Stage, TensorSpec
-from tenplexrun.core.pace import Every, Pace, Turns, Word
+from tenplexrun.core.pace import Interval, Pace, Turns, Word
 from tenplexrun.core.parallel import ParallelConfig
 from tenplexrun.core.snapshots import AnyClaim, BuddyClaim, Claim, Holding, SnapshotId, choose
 
@@ -71,7 +71,7 @@ class Life:
         self.config = self.random.choice(CONFIGS)
         self.workers = self.random.choice([(1, 1, 1, 1), (2, 2), (1, 3), (2, 1, 1)])
         self.replicas, self.until = self.random.randint(1, 4), self.random.randint(3, 14)
-        every = Every.parse(self.random.choice(["1", "1", "2", "3", "4s", "auto"]))
+        every = Interval.parse(self.random.choice(["1", "1", "2", "3", "4s", "auto"]))
         self.owed = buddies(LAYOUT, self.config, self.workers, self.replicas)
         self.by_word = every.steps is None or any(self.owed)
         self.nodes, first = [], 0

@@ -6,23 +6,23 @@ from itertools import pairwise
 
 import pytest
 
-from tenplexrun.core.pace import MAX_GAP, Every, Pace, Turns, Word
+from tenplexrun.core.pace import MAX_GAP, Interval, Pace, Turns, Word
 
 
 @pytest.mark.parametrize("text", ["1", "20", "30s", "0.5s", "auto"])
 def test_what_people_write_comes_back(text: str) -> None:
-    assert str(Every.parse(text)) == text
+    assert str(Interval.parse(text)) == text
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "1.5", "0s", "-2s", "infs", "nans", "s", "", "x", "1m"])
 def test_what_makes_no_sense_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"steps|above 0"):
-        Every.parse(text)
+        Interval.parse(text)
 
 
 def play(every: str, until: int, step_s: float, cost_s: float = 0.0, commit_s: float = 0.0) -> tuple[list[int], int]:
     """The steps whose snapshots are taken, and how many words it needs. `commit_s`: from taking one to its commit."""
-    pace, turns = Pace(Every.parse(every), 0, 0.0), Turns(Every.parse(every), 0, by_word=True)
+    pace, turns = Pace(Interval.parse(every), 0, 0.0), Turns(Interval.parse(every), 0, by_word=True)
     taken, words, now, committed_at = [], 0, 0.0, 0.0
     for step in range(1, until):
         now += step_s
@@ -57,7 +57,7 @@ def test_seconds_are_kept_within_a_step_and_few_words_are_said() -> None:
 
 
 def test_steps_that_become_slower_are_noticed() -> None:
-    pace = Pace(Every.parse("100s"), 0, 0.0)
+    pace = Pace(Interval.parse("100s"), 0, 0.0)
     assert pace.decide(1, 0.001, False).take
     assert pace.decide(1 + MAX_GAP, 1.0, False) == Word(False, 1 + 2 * MAX_GAP)
     assert pace.decide(1 + 2 * MAX_GAP, 99.0, False) == Word(False, 2 + 2 * MAX_GAP)
@@ -72,7 +72,7 @@ def test_auto_costs_two_percent() -> None:
 
 
 def test_slots_take_turns_and_without_words_steps_alone_decide() -> None:
-    turns = Turns(Every.parse("3"), 4, by_word=False)
+    turns = Turns(Interval.parse("3"), 4, by_word=False)
     assert [step for step in range(4, 13) if turns.due(step)] == [6, 9, 12]
     assert [turns.take(step) for step in (6, 9, 12)] == [0, 1, 0]
     assert turns.sealed == 12

@@ -1,0 +1,79 @@
+"""Where checkpoints lie: folders at any fsspec URL. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fsspec import AbstractFileSystem
+from fsspec.core import url_to_fs
+
+from tenplexrun.core import durable
+from tenplexrun.core.regions import Region
+from tenplexrun.errors import CheckpointError
+
+METADATA = ".metadata"
+"""The file that makes a folder a checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A range of a file. `region`: what of its tensor it holds; None for a value."""
+
+    file: str
+    offset: int
+    length: int
+    region: Region | None = None
+
+
+class Folder:
+    """A checkpoint's folder at any fsspec URL, or a local path. Errors of the file system are CheckpointErrors."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        try:
+            found: tuple[AbstractFileSystem, str] = url_to_fs(self.url)
+        except (ImportError, ValueError, OSError) as error:
+            raise CheckpointError(f"{url}: {error}") from error
+        self.fs, self.path = found
+
+    def at(self, name: str) -> str:
+        return f"{self.path}/{name}"
+
+    def sub(self, name: str) -> Folder:
+        return Folder(f"{self.url}/{name}")
+
+    def names(self) -> list[str]:
+        """Of all that is in it; nothing where there is no such folder. Raises OSError and what the backend raises."""
+        self.fs.invalidate_cache()
+        try:
+            return sorted(path.rstrip("/").rpartition("/")[2] for path in self.fs.ls(self.path, detail=False))
+        except FileNotFoundError:
+            return []
+
+    def read(self, stored: Stored) -> bytes:
+        """Raises CheckpointError when the bytes are not all there."""
+        try:
+            data = bytes(self.fs.cat_file(self.at(stored.file), stored.offset, stored.offset + stored.length))
+        except Exception as error:  # whatever a backend raises
+            raise CheckpointError(f"{self.url}/{stored.file} cannot be read: {reason(error)}") from error
+        if len(data) != stored.length:
+            raise CheckpointError(f"{self.url}/{stored.file} ends before byte {stored.offset + stored.length}")
+        return data
+
+
+def reason(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".rstrip(": ")
+
+
+def candidates(home: str) -> list[tuple[int, str]]:
+    """(step, folder) of each checkpoint that was published below `home`, the newest first, and of `home` itself, with
+    step 0, if it is one. Raises CheckpointError."""
+    folder = Folder(home)
+    try:
+        names = folder.names()
+        steps = sorted({step: name for name in names if (step := durable.step_of(name)) is not None}.items())
+        found = [(step, folder.sub(name)) for step, name in reversed(steps)]
+        whole = [(step, sub.url) for step, sub in found if METADATA in sub.names()]
+    except Exception as error:  # whatever a backend raises
+        raise CheckpointError(f"{home} cannot be listed: {reason(error)}") from error
+    return whole + ([(0, folder.url)] if METADATA in names else [])

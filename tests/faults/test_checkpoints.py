@@ -1,0 +1,272 @@
+"""Durable checkpoints of whole jobs: by plain torch and back, after the loss of all nodes, torn, unwritable."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from cluster import Cluster
+
+from tenplexrun.agent.sweep import sweep
+from tenplexrun.errors import CheckpointError, DataError, LayoutError
+
+PROGRAM = str(Path(__file__).resolve().parent.parent / "programs" / "checkpointed.py")
+DATA_BYTES = 2000  # 250 samples, steps of 10
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """The job's folder: with the data, the losses it writes, and its checkpoints in `ck`."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "bytes").write_bytes(bytes((7 * index + index // 3) % 251 for index in range(DATA_BYTES)))
+    return tmp_path
+
+
+def job(home: Path, until: int, *more: str) -> list[str]:
+    return [PROGRAM, str(home), str(until), *more]
+
+
+def alone(home: Path, until: int, *more: str) -> dict[int, dict[str, Any]]:
+    """The same in one process, without us. Returns its steps."""
+    out = home / "alone"
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir()
+    shutil.copytree(home / "data", out / "data")
+    subprocess.run([sys.executable, *job(out, until, *more)], check=True, timeout=300, cwd=home)
+    return steps(out)
+
+
+def steps(home: Path) -> dict[int, dict[str, Any]]:
+    """By step: the loss, and the samples of all dp ranks, of the newest round."""
+    found: dict[int, dict[str, Any]] = {}
+    paths = sorted(home.glob("losses-*.jsonl"), key=lambda path: int(path.name.split("-")[1]))
+    for path in paths:
+        for line in path.read_text().splitlines():
+            record = json.loads(line)
+            one = found.setdefault(record["step"], {"ids": {}})
+            one["loss"] = record["loss"]
+            one["ids"][path.name.split("-")[2]] = record["ids"]
+    for one in found.values():
+        one["ids"] = [sample for _, ids in sorted(one["ids"].items()) for sample in ids]
+    return found
+
+
+def same(found: dict[int, dict[str, Any]], expected: dict[int, dict[str, Any]], numbers: Sequence[int]) -> None:
+    assert sorted(found) == list(numbers)
+    for number in numbers:
+        assert math.isclose(found[number]["loss"], expected[number]["loss"], rel_tol=1e-9), number
+        assert found[number]["ids"] == expected[number]["ids"], number
+
+
+def start(cluster: Cluster, home: Path, command: list[str], *flags: str, nodes: int = 2) -> None:
+    common = [f"--nnodes={nodes}", f"--checkpoint-dir={home / 'ck'}", *flags]
+    for number, name in enumerate("abc"[:nodes], start=1):
+        cluster.start(name, f"127.0.0.{number}", common, command)
+
+
+def again(cluster: Cluster, name: str) -> Cluster:
+    """Another launch of the job, after all nodes of the one before have ended."""
+    sweep()
+    fresh = Cluster(cluster.out.parent / name, patience_s=cluster.patience_s)
+    fresh.out.mkdir()
+    return fresh
+
+
+def complete(home: Path) -> list[int]:
+    return sorted(int(path.parent.name.removeprefix("step-")) for path in (home / "ck").glob("step-*/.metadata"))
+
+
+def full(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = torch.load(path / "full.pt")
+    return found
+
+
+def test_plain_torch_reads_our_checkpoint_bit_by_bit(cluster: Cluster, home: Path) -> None:
+    start(cluster, home, job(home, 9), "--nproc-per-node=2", "--tp=2", "--checkpoint-every=4", "--checkpoint-keep=2")
+    assert {cluster.exit_code(name) for name in "ab"} == {0}
+    assert complete(home)[-1] == 9, "the last step has one"
+    assert len(complete(home)) <= 2
+    same(steps(home), alone(home, 9), range(9))
+    loaded = home / "loaded"
+    loaded.mkdir()
+    url = str(home / "ck" / "step-000000009")
+    subprocess.run([sys.executable, *job(loaded, 9, "--load", url)], check=True, timeout=300)
+    ours, theirs = full(home), full(loaded)
+    assert ours["tensors"].keys() == theirs["tensors"].keys()
+    for name, tensor in ours["tensors"].items():
+        assert tensor.dtype == theirs["tensors"][name].dtype, name
+        assert torch.equal(tensor, theirs["tensors"][name]), name
+    assert ours["groups"] == theirs["groups"]
+
+
+def test_a_job_starts_from_a_checkpoint_of_plain_torch(cluster: Cluster, home: Path) -> None:
+    expected = alone(home, 14)
+    alone(home, 9, "--save", str(home / "plain"))
+    flags = ["--nproc-per-node=2", "--tp=2", f"--checkpoint-from={home / 'plain'}", "--checkpoint-every=100"]
+    start(cluster, home, job(home, 14), *flags)
+    assert {cluster.exit_code(name) for name in "ab"} == {0}
+    assert f"from step 8: no living nodes hold a snapshot, {home / 'plain'} is read" in cluster.log("a")
+    same(steps(home), expected, range(8, 14))
+
+
+def test_all_nodes_are_lost_and_the_job_goes_on_at_another_layout(cluster: Cluster, home: Path) -> None:
+    command = job(home, 40, "--pause", "0.1")
+    start(cluster, home, command, "--nproc-per-node=2", "--tp=2", "--checkpoint-every=3")
+    cluster.wait(lambda: len(complete(home)) >= 2, "two checkpoints")
+    for name in "ab":
+        cluster.kill_node(name)
+    newest = complete(home)[-1]
+    with again(cluster, "second") as second:
+        start(second, home, command, "--nproc-per-node=3", "--checkpoint-every=100", nodes=1)
+        assert second.exit_code("a") == 0
+        assert second.event("a", "loaded")["url"].endswith(f"step-{newest:09d}")
+        assert re.search(rf"from step {newest}: no living nodes hold a snapshot, .* is read", second.log("a"))
+    found = steps(home)
+    same(found, alone(home, 40), range(40))
+
+
+def test_a_kill_in_mid_write_leaves_the_one_before(cluster: Cluster, home: Path) -> None:
+    """The write of the second one is held up by a folder where its data file's folder should be made: a FIFO."""
+    command = job(home, 30, "--pause", "0.2")
+    start(cluster, home, command, "--checkpoint-every=4", "--nproc-per-node=2", nodes=1)
+    cluster.wait(lambda: complete(home), "a checkpoint")
+    before = complete(home)
+    seen: set[str] = set()
+
+    def torn() -> bool:
+        for path in (home / "ck").glob("step-*"):
+            if not (path / ".metadata").exists():
+                seen.add(path.name)
+        return bool(seen)
+
+    cluster.wait(torn, "a write")
+    cluster.kill_node("a")
+    assert set(complete(home)) >= set(before), "nothing older is lost for something newer that is not whole"
+    whole = complete(home)[-1]
+    torn_one = home / "ck" / f"step-{whole + 100:09d}"
+    shutil.copytree(home / "ck" / f"step-{whole:09d}", torn_one)
+    (torn_one / ".metadata").unlink()
+    with again(cluster, "second") as second:
+        start(second, home, command, "--nproc-per-node=2", "--checkpoint-every=100", nodes=1)
+        assert second.exit_code("a") == 0
+        assert second.event("a", "loaded")["url"].endswith(f"step-{whole:09d}")
+    assert not torn_one.exists(), "the next write tidies up"
+
+
+def test_an_unwritable_folder_is_reported_and_training_goes_on(cluster: Cluster, home: Path) -> None:
+    (home / "ck").mkdir()
+    command = job(home, 40, "--pause", "0.1")
+    start(cluster, home, command, "--checkpoint-every=3", "--nproc-per-node=1")
+    cluster.wait(lambda: complete(home), "a checkpoint")
+    (home / "ck").rename(home / "away")
+    (home / "ck").write_text("in the way")
+    cluster.wait(lambda: cluster.events(kind="checkpoint_given_up"), "a failed write")
+    step = cluster.events(kind="checkpoint_given_up")[-1]["step"]
+    cluster.wait(lambda: cluster.committed() > step, "further steps")
+    (home / "ck").unlink()
+    (home / "away").rename(home / "ck")
+    assert {cluster.exit_code(name) for name in "ab"} == {0}
+    assert "training goes on" in cluster.log("a") + cluster.log("b")
+    assert complete(home)[-1] == 40
+    same(steps(home), alone(home, 40), range(40))
+
+
+def test_a_full_disk_is_reported_and_training_goes_on(cluster: Cluster, home: Path) -> None:
+    (home / "ck").mkdir()
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=16k", "ck", str(home / "ck")], capture_output=True
+    ).returncode:
+        pytest.skip("no file system of a limited size can be mounted here")
+    try:
+        start(cluster, home, job(home, 8), "--checkpoint-every=3", "--nproc-per-node=1", nodes=1)
+        assert cluster.exit_code("a") == 0
+        assert "No space left on device; training goes on" in cluster.log("a")
+        assert [path for path in (home / "ck").rglob("*") if path.is_file()] == []
+    finally:
+        subprocess.run(["umount", str(home / "ck")], check=True)
+    same(steps(home), alone(home, 8), range(8))
+
+
+def damage(folder: Path) -> None:
+    """One bit of a tensor in each of its data files."""
+    marker = torch.full((12, 8), 0.0).numpy().nbytes  # any record of the zip archives is longer than their headers
+    for path in folder.glob("*.distcp"):
+        data = bytearray(path.read_bytes())
+        start = data.find(b"archive/data/0")
+        while start >= 0:
+            data[start + 80] ^= 1
+            start = data.find(b"archive/data/0", start + marker)
+        path.write_bytes(bytes(data))
+
+
+def test_damaged_checkpoints_are_said_and_passed_over_and_another_job_is_refused(cluster: Cluster, home: Path) -> None:
+    start(cluster, home, job(home, 9), "--checkpoint-every=4", "--nproc-per-node=2", nodes=1)
+    assert cluster.exit_code("a") == 0
+    older, newer = (home / "ck" / f"step-{step:09d}" for step in complete(home)[-2:])
+    number = complete(home)[-2]
+    for path in home.glob("losses-*"):
+        path.unlink()
+    damage(newer)
+    flags = ["--nproc-per-node=2", "--checkpoint-every=100"]
+    with again(cluster, "second") as second:
+        start(second, home, job(home, 12), *flags, nodes=1)
+        assert second.exit_code("a") == 0
+        assert "is damaged" in second.log("a") or "cannot be read" in second.log("a")
+        assert second.event("a", "loaded")["url"] == str(older)
+    same(steps(home), alone(home, 12), range(number, 12))
+    with again(cluster, "other seed") as third:
+        start(third, home, job(home, 14, "--seed", "8"), *flags, nodes=1)
+        assert third.exit_code("a") == DataError.exit_code
+        assert "seed was 3, is 8" in third.log("a")
+    for folder in (home / "ck").glob("step-*"):
+        (folder / ".metadata").write_bytes(b"nothing")
+    with again(cluster, "none") as fourth:
+        start(fourth, home, job(home, 14), *flags, nodes=1)
+        assert fourth.exit_code("a") == CheckpointError.exit_code
+        assert "no checkpoint can be read" in fourth.log("a")
+
+
+def test_another_model_ends_the_job_with_the_names(cluster: Cluster, home: Path) -> None:
+    model = {"up.weight": torch.ones(12, 8, dtype=torch.float64), "scale": torch.ones(6, dtype=torch.bfloat16)}
+    dcp.save({"model": model}, checkpoint_id=str(home / "ck"), no_dist=True)
+    start(cluster, home, job(home, 9), "--nproc-per-node=2", "--max-restarts=5", nodes=1)
+    assert cluster.exit_code("a") == LayoutError.exit_code
+    assert re.search(r"it lacks bias, optim\.bias\.exp_avg", cluster.log("a"))
+    assert "scale is bfloat16 (6,) there, bfloat16 (5,) here" in cluster.log("a")
+
+
+@pytest.mark.slow
+def test_nodes_come_and_go_and_each_checkpoint_is_whole(cluster: Cluster, home: Path) -> None:
+    command = job(home, 150, "--pause", "0.05")
+    common = ["--nnodes=1:3", "--nproc-per-node=1", "--max-restarts=9", f"--checkpoint-dir={home / 'ck'}"]
+    common += ["--checkpoint-every=2", "--checkpoint-keep=1000"]
+    cluster.start("a", "127.0.0.1", common, command)
+    cluster.start("b", "127.0.0.2", common, command)
+    cluster.wait(lambda: len(complete(home)) > 3, "checkpoints")
+    cluster.kill_node("b")
+    seen = len(complete(home))
+    cluster.wait(lambda: len(complete(home)) > seen + 3, "checkpoints without b")
+    cluster.start("c", "127.0.0.3", common, command)
+    cluster.kill_worker("a", 0)
+    assert {cluster.exit_code(name) for name in "ac"} == {0}
+    loaded = home / "loaded"
+    loaded.mkdir()
+    expected = alone(home, 150)
+    assert {number: one["ids"] for number, one in steps(home).items()} == {n: one["ids"] for n, one in expected.items()}
+    deadline = time.monotonic() + 600
+    for step in complete(home)[::7]:
+        assert time.monotonic() < deadline
+        url = str(home / "ck" / f"step-{step:09d}")
+        subprocess.run([sys.executable, *job(loaded, 9, "--load", url)], check=True, timeout=300, env=dict(os.environ))
