@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 SOURCES := $(shell find tenplexrun agent store vfs -name '*.py' 2>/dev/null | sort)
 PACKAGES := fuse3 libfuse3-dev pkg-config gcc python3-dev python3-venv iproute2
 
-.PHONY: demo test test-slow coverage lint setup clean
+.PHONY: demo test test-slow coverage lint setup clean peers
 
 demo: setup
 	$(BIN)/python examples/demo.py
@@ -32,6 +32,14 @@ coverage: setup
 	  tests/property/test_balance.py tests/property/test_placement.py \
 	  tests/property/test_layout.py tests/property/test_validation.py
 	$(BIN)/coverage report -m --fail-under=100
+
+# Other launchers, for benchmarks/membership.py.
+peers: build/peers/bin/ft_launcher
+build/peers/bin/ft_launcher: constraints.txt benchmarks/peers.txt
+	$(PYTHON) -m venv build/peers
+	build/peers/bin/pip install -q torch==2.13.0
+	build/peers/bin/pip install -q -c constraints.txt -r benchmarks/peers.txt
+	touch $@
 
 lint: setup
 	$(BIN)/ruff check .

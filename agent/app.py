@@ -16,6 +16,7 @@ from typing import Any
 
 from tenplexrun.agent.decider import Decider
 from tenplexrun.agent.desk import Desk
+from tenplexrun.agent.hosting import LEAVE_TIMEOUT_S, URGENT_S
 from tenplexrun.agent.links import is_gone
 from tenplexrun.agent.outage import PERSIST_S, Patience
 from tenplexrun.agent.rendezvous import Held, bury, join_run, leave_run, resume
@@ -31,24 +32,20 @@ from tenplexrun.errors import CoordinationError, ProcessError, RunGoneError, Ten
 from tenplexrun.ports import Coordination, KeyValue, Lease
 
 RETRY_S = 0.3
-LEAVE_TIMEOUT_S = 40.0
-URGENT_S = 10.0
-"""Who was told twice to end waits no longer for the others to hear of it."""
 PING_S = 2.0
 ENDING_THE_JOB = (signal.SIGINT, signal.SIGQUIT)
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What the composition root hands over. `hosted`: a node of the job hosts the coordination store;
-    `hosts_store`: it is this one, and the store ends with it. `proof`: of the token."""
+    """What the composition root hands over. `hosted`: nodes of the job host the coordination store. `proof`: of the
+    token."""
 
     run_id: str
     member: Member
     settings: Settings
     lease_s: float
     hosted: bool
-    hosts_store: bool
     proof: str
 
 
@@ -65,8 +62,8 @@ class Agent:
         signals: Signals,
     ) -> None:
         self._launch, self._coordination, self._services, self._desk = launch, coordination, services, desk
-        self._died, self._signals = died, signals
-        self.on_joined: Callable[[str], None] = lambda key: None
+        self._died, self._signals, self._hosting = died, signals, services.hosting
+        self.on_joined: Callable[[str], None] = lambda key: None  # "": it is no member any more
         self._member = launch.member
         self._machine = Lifecycle(self._member.node)
         self._queue: asyncio.Queue[lc.Event] = asyncio.Queue()
@@ -115,6 +112,7 @@ class Agent:
         events.emit("joined", folder=self._folder, link=member.link, store=member.store, workers=member.num_workers)
         arguments = (launch.settings, services.store.layout, events, launch.lease_s, services.links.linked)
         self._decider = Decider(self._coordination, self._folder, *arguments, services.checkpoints, services.collector)
+        self._decider.steward = self._hosting.steward(services.links.invite)
         self._membership = [
             self._spawn(self._follow_round()),
             self._spawn(self._watch_lease(self._lease)),
@@ -173,14 +171,10 @@ class Agent:
                 await asyncio.wait_for(self._leave(self._lease), LEAVE_TIMEOUT_S)
 
     async def _leave(self, lease: Lease) -> None:
-        """End the membership. Who hosts the store stays until the others have seen the end."""
-        others = await leave_run(self._coordination, self._folder, lease)
-        patient_until = time.monotonic() + LEAVE_TIMEOUT_S
-        while self._launch.hosts_store and others and self._verdict.done() and time.monotonic() < patient_until:
-            if self._signals.urgent:
-                patient_until = min(patient_until, time.monotonic() + URGENT_S)
-            await asyncio.sleep(RETRY_S)
-            others = bool(await self._coordination.list(f"{self._folder}/members"))
+        await leave_run(self._coordination, self._folder, lease)
+        self.on_joined("")
+        if self._verdict.done():
+            await self._hosting.outlast(lambda: self._coordination.list(f"{self._folder}/members"), self._signals)
 
     def _finish(self, verdict: Verdict) -> None:
         """End with this verdict, or with the one that all nodes have been told."""
@@ -219,6 +213,8 @@ class Agent:
             try:
                 await self._coordination.get(f"{self._folder}/decider")
                 patience.answered(time.monotonic())
+                if await self._hosting.refresh() and self._lease is not None:
+                    self.on_joined(self._lease.key)
                 published = await self._publish_progress(published)
             except CoordinationError as error:
                 self._services.events.emit("store_away", message=str(error))
@@ -242,7 +238,10 @@ class Agent:
 
     async def _on_lost(self, node: str, link: str) -> None:
         """An agent's port refuses connections: it is gone. Say so in the store, which then says so to all."""
+        if self._verdict.done():  # so do all now
+            return
         self._services.events.emit("agent_gone", lost=node, link=link)
+        self._decider.forbearance.proved_gone.add(node)
         await self._persistently(functools.partial(bury, self._coordination, self._folder, node), math.inf)
 
     def _on_signal(self, signum: signal.Signals) -> None:
@@ -250,8 +249,8 @@ class Agent:
         if round_ is None:
             self._finish(Verdict(code, f"ended by {signum.name}"))
             return
-        # A node that hosts the store takes it along, and with it whatever the others could agree on.
-        ends = signum in ENDING_THE_JOB or self._launch.hosts_store or round_.phase == "ended"
+        # The only node that hosts the store takes it along, and with it whatever the others could agree on.
+        ends = signum in ENDING_THE_JOB or self._hosting.sole or round_.phase == "ended"
         self._services.events.say(
             f"{signum.name}: " + ("the job ends" if ends else "this node leaves") + urgent * ", at once"
         )

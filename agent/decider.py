@@ -12,9 +12,11 @@ from typing import Any
 
 from tenplexrun.agent.durable import Collector
 from tenplexrun.agent.events import EventLog
+from tenplexrun.agent.steward import Steward
 from tenplexrun.core import membership, rounds
 from tenplexrun.core.durable import Found
 from tenplexrun.core.forbearance import Forbearance
+from tenplexrun.core.hosting import Candidate
 from tenplexrun.core.layout import Layout
 from tenplexrun.core.membership import Decision, Settings, View
 from tenplexrun.core.outlook import Outlook
@@ -49,9 +51,11 @@ class Decider:
         self._linked, self._checkpoints, self._collector = linked, checkpoints, collector
         if collector is not None:
             collector.confirm = self.confirm
+        self.steward: Steward | None = None  # where nodes of the run host the etcd
         self._outlook = Outlook(folder)
         self._news = asyncio.Event()
         self._reason = ""
+        self._view: View | None = None
         self.forbearance = Forbearance(lease_s)  # the agent tells it what it has seen of round and lease
         self._node = ""
 
@@ -91,6 +95,7 @@ class Decider:
         self._news.clear()
         watcher = asyncio.ensure_future(self._follow())
         lost = asyncio.ensure_future(lease.lost.wait())
+        tending = None if self.steward is None else asyncio.ensure_future(self.steward.run(self._hosts))
         try:
             await self._news.wait()
             while not lost.done() and not watcher.done():
@@ -106,7 +111,19 @@ class Decider:
         finally:
             watcher.cancel()
             lost.cancel()
+            if tending is not None:
+                tending.cancel()
         return False
+
+    def _hosts(self) -> list[Candidate]:
+        """Who may host the etcd, those that have been there longest first; none before the first round has formed."""
+        view, linked = self._view, self._linked()
+        if view is None or view.round is None or not view.round.participants or view.round.phase == "ended":
+            return []
+        round_ = view.round
+        here = [member for member in view.members.values() if member.node not in round_.evicted]
+        here.sort(key=lambda member: (member.node not in round_.nodes, view.seen[member.node]))
+        return [Candidate(member.link, member.host, member.node in linked) for member in here]
 
     async def _follow(self) -> None:
         async for content in self._coordination.watch(self._folder):
@@ -118,6 +135,7 @@ class Decider:
         now = time.monotonic()
         writing = self._collector is not None and self._collector.busy
         view = self._outlook.view(link, now, time.time(), self._linked(), writing)
+        self._view = view
         decision = self.forbearance.decide(view, self._node, self._coordination.connected_s, now)
         decision = decision or membership.decide(view, self._settings, now)
         if decision.reason != self._reason:

@@ -60,17 +60,36 @@ async def find_etcd() -> Binary:
     )
 
 
-def etcd_command(binary: Binary, data_dir: Path, host: str, port: int) -> list[str]:
-    """argv of a single, private server: nothing it holds outlives the run, so it never waits for a disk, and with
-    nobody to elect it leads at once."""
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A server's place in a cluster. `client`, `peer`: URLs by which nodes and the other servers reach it; `others`:
+    "name=URL" of those, none for the first. What they say to each other knows no password."""
+
+    name: str
+    client: str
+    peer: str
+    others: tuple[str, ...] = ()
+
+
+def etcd_command(binary: Binary, data_dir: Path, host: str, port: int, place: Place | None = None) -> list[str]:
+    """argv of a private server: nothing it holds outlives the run, so it never waits for a disk.
+
+    Without a `place` it stays alone; with nobody to elect it leads at once. In a cluster only v3 is served (v2 counts
+    the life of a key by the clocks of two servers), and the election has etcd's ordinary time-outs, in milliseconds.
+    """
     client = f"http://{join_host_port(host, port)}"
-    peer = "http://127.0.0.1:0"
+    place, alone = place or Place("tenplexrun", client, "http://127.0.0.1:0"), place is None
+    members = ",".join([*place.others, f"{place.name}={place.peer}"])
+    pace, election = ("10", "100") if alone else ("100", "1000")
     return [
         binary.path,
-        *("--name", "tenplexrun", "--data-dir", str(data_dir)),
-        *("--listen-client-urls", client, "--advertise-client-urls", client),
-        *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster", f"tenplexrun={peer}"),
-        *("--enable-v2", "--unsafe-no-fsync", "--heartbeat-interval", "10", "--election-timeout", "100"),
+        *("--name", place.name, "--data-dir", str(data_dir)),
+        *("--listen-client-urls", client, "--advertise-client-urls", place.client),
+        *("--listen-peer-urls", place.peer, "--initial-advertise-peer-urls", place.peer),
+        *("--initial-cluster", members, "--initial-cluster-state", "existing" if place.others else "new"),
+        *("--initial-cluster-token", str(data_dir)),
+        *(["--enable-v2"] if alone else ["--pre-vote"]),
+        *("--unsafe-no-fsync", "--heartbeat-interval", pace, "--election-timeout", election),
         *("--logger", "zap", "--log-outputs", "stderr", "--log-level", "info"),
     ]
 
@@ -83,8 +102,17 @@ class EmbeddedEtcd:
         self._processes, self._log = processes, log
 
     @classmethod
-    async def start(cls, processes: Processes, node_dir: Path, host: str = "127.0.0.1", port: int = 0) -> EmbeddedEtcd:
-        """Start it with its data in the node directory. Port 0: assigned by the system. Raises ProcessError."""
+    async def start(
+        cls,
+        processes: Processes,
+        node_dir: Path,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        place: Place | None = None,
+        data: str = "etcd",
+    ) -> EmbeddedEtcd:
+        """Start it with its data in that folder of the node directory. Port 0 (not in a cluster, where all have to know
+        it before): assigned by the system. Raises ProcessError."""
         binary = await find_etcd()
         free = shutil.disk_usage(node_dir).free
         if free < NEEDED_BYTES:
@@ -95,7 +123,7 @@ class EmbeddedEtcd:
             )
         read_end, write_end = os.pipe()
         try:
-            argv = etcd_command(binary, node_dir / "etcd", host, port)
+            argv = etcd_command(binary, node_dir / data, host, port, place)
             # Variables named like its flags would contradict ours.
             env = {name: None for name in os.environ if name.startswith("ETCD_")}
             pid = await processes.spawn(NAME, argv, {1: write_end, 2: write_end}, env=env, cwd=str(node_dir))

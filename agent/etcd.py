@@ -109,15 +109,16 @@ Connect = Callable[[str, float], Server]  # endpoint, seconds for a request
 
 
 class Etcd:
-    """Implements `tenplexrun.ports.Coordination`. `endpoints` are "host:port" of the cluster's servers."""
+    """Implements `tenplexrun.ports.Coordination`. `endpoints` are "host:port" of the cluster's servers; they may be
+    changed at any time, at least one has to be left."""
 
     def __init__(self, endpoints: Sequence[str], connect: Connect) -> None:
-        self._endpoints, self._connect = tuple(endpoints), connect
+        self.endpoints, self._connect = tuple(endpoints), connect
         self._since = self._answered = time.monotonic()
         self._failed = False  # since the last answer
-        self._servers = self._to_servers(REQUEST_TIMEOUT_S)
         self._threads = ThreadPoolExecutor(4, thread_name_prefix="etcd")
         self._stop = threading.Event()  # ends the threads of watches and leases
+        self._servers = self._to_servers(REQUEST_TIMEOUT_S)
 
     @property
     def connected_s(self) -> float:
@@ -192,14 +193,17 @@ class Etcd:
 
     def removals(self, key: str) -> Sequence[dict[str, Any]]:
         """What removes the key with plain HTTP at one of the servers (the guardian does it for a dead agent)."""
-        return [self._connect(endpoint, REQUEST_TIMEOUT_S).removal(key) for endpoint in self._endpoints]
+        return [self._connect(endpoint, REQUEST_TIMEOUT_S).removal(key) for endpoint in self.endpoints]
 
     async def _run(self, operation: Callable[[Server], T]) -> T:
         call = self._servers.call
         return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: call(operation, GIVE_UP_S))
 
     def _to_servers(self, timeout_s: float) -> Servers:
-        return Servers(self._endpoints, [self._connect(each, timeout_s) for each in self._endpoints], self._noticed)
+        def connect(endpoint: str) -> Server:
+            return self._connect(endpoint, timeout_s)
+
+        return Servers(lambda: self.endpoints, connect, self._noticed, self._stop)
 
     def _noticed(self, answered: bool) -> None:
         """Called after each request, from any thread."""
@@ -252,37 +256,58 @@ class EtcdLease:
 
 
 class Servers:
-    """A cluster's servers, one tried after the other. Thread-safe."""
+    """A cluster's servers, one tried after the other. Thread-safe. `endpoints`: those of now."""
 
-    def __init__(self, endpoints: Sequence[str], servers: Sequence[Server], noticed: Callable[[bool], None]) -> None:
-        self._names, self._servers, self._noticed = ", ".join(endpoints), servers, noticed
-        self._current = 0
+    def __init__(
+        self,
+        endpoints: Callable[[], tuple[str, ...]],
+        connect: Callable[[str], Server],
+        noticed: Callable[[bool], None],
+        closed: threading.Event,
+    ) -> None:
+        self._endpoints, self._connect, self._noticed, self._closed = endpoints, connect, noticed, closed
+        self._servers: dict[str, Server] = {}
+        self._current = ""
 
     def call(self, operation: Callable[[Server], T], give_up_s: float = 0.0) -> T:
         """Run it, again while servers are unavailable. Raises CoordinationError when that lasts, or they refuse."""
         end = time.monotonic() + give_up_s
         while True:
-            current = self._current
+            endpoint = self._choose()
             try:
-                result = operation(self._servers[current])
+                result = operation(self._server(endpoint))
             except Unavailable as error:
                 self._noticed(False)
-                self._current = (current + 1) % len(self._servers)
-                if time.monotonic() >= end:
+                self._choose(after=endpoint)
+                if time.monotonic() >= end or self._closed.is_set():
                     raise CoordinationError(self._explain(error)) from error
             except CompareFailedError:
                 raise
             except CoordinationError as error:
-                raise CoordinationError(f"the etcd at {self._names} {error}") from error
+                raise CoordinationError(f"the etcd at {', '.join(self._endpoints())} {error}") from error
             else:
                 self._noticed(True)
                 return result
             time.sleep(RETRY_PAUSE_S)
 
+    def _choose(self, after: str | None = None) -> str:
+        """The server to ask: the last one while it is one of them, else the first; or the next `after` one."""
+        known, current = self._endpoints(), self._current
+        if after in known:
+            current = known[(known.index(after) + 1) % len(known)]
+        self._current = current if current in known else known[0]
+        return self._current
+
+    def _server(self, endpoint: str) -> Server:
+        if endpoint not in self._servers:
+            self._servers[endpoint] = self._connect(endpoint)
+        return self._servers[endpoint]
+
     def _explain(self, error: Unavailable) -> str:
+        names = ", ".join(self._endpoints())
         if str(error):
-            return f"the etcd at {self._names} cannot answer ({error}); do most of its servers run?"
-        return f"cannot reach etcd at {self._names}; is it running, and reachable from here?"
+            return f"the etcd at {names} cannot answer ({error}); do most of its servers run?"
+        return f"cannot reach etcd at {names}; is it running, and reachable from here?"
 
 
 def _watch(servers: Servers, prefix: str, deliver: Deliver, stopped: Callable[[], bool]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from base64 import b64decode, b64encode
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import urllib3
 
@@ -46,6 +46,10 @@ class EtcdV3(Etcd):
         tokens: dict[str, str] = {}  # of logins, by endpoint: a login costs the server 50 ms of its processor
         super().__init__(endpoints, lambda endpoint, timeout_s: V3Server(endpoint, timeout_s, access, tokens))
 
+    async def call(self, path: str, body: Record) -> Record:
+        """Ask any server for what is no matter of keys, as `V3Server.call`."""
+        return await self._run(lambda server: cast(V3Server, server).call(path, body))
+
 
 class V3Server:
     """Implements `Server`."""
@@ -55,10 +59,10 @@ class V3Server:
         self._http = urllib3.connection_from_url(f"{access.scheme}://{endpoint}", maxsize=4, **access.tls_options())
 
     def get(self, key: str) -> KeyValue | None:
-        return _found(self._call("kv/range", {"key": _key(key)})).get(key)
+        return _found(self.call("kv/range", {"key": _key(key)})).get(key)
 
     def put(self, new: KeyValue) -> None:
-        self._call("kv/put", _item(new))
+        self.call("kv/put", _item(new))
 
     def create(self, new: KeyValue) -> None:
         self._create(new, "0")
@@ -70,36 +74,36 @@ class V3Server:
 
     def delete(self, key: str, token: str | None) -> None:
         if token is None:
-            self._call("kv/deleterange", {"key": _key(key)})
+            self.call("kv/deleterange", {"key": _key(key)})
             return
         current = self._if(_is_token(key, token), {"request_delete_range": {"key": _key(key)}}, key)
         if current is not None:
             raise CompareFailedError(f"somebody else has changed the key {key} first")
 
     def delete_folder(self, prefix: str) -> None:
-        self._call("kv/deleterange", _folder(prefix))
+        self.call("kv/deleterange", _folder(prefix))
 
     def list(self, prefix: str) -> Content:
         return self._tree(prefix)[0]
 
     def hold(self, new: KeyValue, ttl_s: int) -> Grant:
-        granted = self._call("lease/grant", {"TTL": str(ttl_s)})
+        granted = self.call("lease/grant", {"TTL": str(ttl_s)})
         try:
             lease = self._create(new, granted["ID"])
         except CompareFailedError:
-            self._call("lease/revoke", {"ID": granted["ID"]})
+            self.call("lease/revoke", {"ID": granted["ID"]})
             raise
         return Grant(new, lease, float(granted["TTL"]))
 
     def refresh(self, grant: Grant) -> bool:
         """The lease lives on whatever becomes of its key, so both are asked for."""
-        kept = self._call("lease/keepalive", {"ID": grant.id})["result"]
+        kept = self.call("lease/keepalive", {"ID": grant.id})["result"]
         return int(kept.get("TTL", 0)) > 0 and self.get(grant.held.key) == grant.held
 
     def release(self, grant: Grant) -> None:
         """With its lease goes the key, if it is still the one of this lease."""
         try:
-            self._call("lease/revoke", {"ID": grant.id})
+            self.call("lease/revoke", {"ID": grant.id})
         except NotFoundError:
             pass
 
@@ -123,7 +127,7 @@ class V3Server:
                 if not deliver(content):
                     return
             # Quiet. A server that is cut off from the others is so, too, but does not answer this.
-            self._call("kv/range", {**span, "limit": "1", "keys_only": True})
+            self.call("kv/range", {**span, "limit": "1", "keys_only": True})
 
     def removal(self, key: str) -> dict[str, Any]:
         requests = [["POST", "/v3/kv/deleterange", {}, json.dumps({"key": _key(key)})]]
@@ -144,14 +148,14 @@ class V3Server:
     def _if(self, compare: Sequence[Record], then: Record, key: str) -> Record | None:
         """If all compares hold, do it. Returns the key as it is after that."""
         read = {"request_range": {"key": _key(key)}}
-        answer = self._call("kv/txn", {"compare": compare, "success": [then, read], "failure": [read]})
+        answer = self.call("kv/txn", {"compare": compare, "success": [then, read], "failure": [read]})
         found = answer["responses"][-1]["response_range"].get("kvs", [])
         return found[0] if found else None
 
     def _tree(self, prefix: str) -> tuple[dict[str, KeyValue], int]:
         """The key and all keys below it, and the store's revision when they were read."""
         reads = [{"request_range": {"key": _key(prefix)}}, {"request_range": _folder(prefix)}]
-        answer = self._call("kv/txn", {"success": reads})
+        answer = self.call("kv/txn", {"success": reads})
         content: dict[str, KeyValue] = {}
         for response in answer["responses"]:
             content.update(_found(response["response_range"]))
@@ -159,7 +163,8 @@ class V3Server:
 
     # --- HTTP -----------------------------------------------------------------------------------------------------
 
-    def _call(self, path: str, body: Record) -> Record:
+    def call(self, path: str, body: Record) -> Record:
+        """Any request of the API, https://etcd.io/docs/v3.5/dev-guide/api_grpc_gateway/."""
         response = self._open(path, body, self._timeout_s)
         try:
             answer: Record = json.loads(response.data)

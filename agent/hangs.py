@@ -28,7 +28,8 @@ class HangWatcher:
             sights = {rank: self._sight(pid, rank) for pid, rank in self._alive.items()}
             held = self._page.hold != NO_HOLD
             hang = self._watch.look(time.monotonic(), sights, self._page.committed, held)
-            if hang is not None and (blamed := hang.blame(await self._answering(hang, send))) is not None:
+            blamed = None if hang is None else hang.blame(await self._answering(hang, send))
+            if blamed is not None and blamed.ranks[0] in self._alive.values():  # it may have ended meanwhile
                 return blamed
 
     def _sight(self, pid: int, local_rank: int) -> Sight:

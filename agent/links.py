@@ -3,7 +3,7 @@
 A link that breaks is also the fastest news of a death: where the other end's port then refuses connections, its
 agent is gone, and nobody waits for the lease.
 
-    hello {token, node, link}
+    hello {token, node, link}   -> host_etcd {learner}
     sealed {round, step, held, committed, last}   -> replicate {round, step}   -> committed {round, step, checkpoint}
     written {round, step, part | error}
 
@@ -29,10 +29,12 @@ from tenplexrun.errors import TenplexError, WireError
 PROBE_TIMEOUT_S = 1.0
 RETRY_S = 0.2
 FIRST_PROBE_S, LAST_PROBE_S = 0.02, 1.0
+INVITE_TIMEOUT_S = 40.0
 
 OnCommit = Callable[[int, int, "str | None"], Awaitable[None]]
 OnLost = Callable[[str, str], Awaitable[None]]
 OnReplicate = Callable[[int, int], None]
+OnInvite = Callable[[bool], Awaitable[None]]
 
 
 async def _ignore(*_: object) -> None:
@@ -68,6 +70,8 @@ class Links:
         self._on_lost: OnLost = _ignore
         self.on_replicate: OnReplicate = lambda round_number, step: None
         """Called on every node once all have sealed a snapshot of which some owe parts to others."""
+        self.on_invite: OnInvite = _ignore
+        """Called where the decider wants a server of the run's etcd; `learner`: without a vote at first."""
         self._peers: dict[Channel, _Peer] = {}
         self._commits = Commits(-1)
         self._end = (-1, -1)  # round and step of the last snapshot
@@ -167,6 +171,8 @@ class Links:
     async def _from_decider(self, _link: Channel, op: str, args: dict[str, Any]) -> None:
         if op == "replicate":
             self.on_replicate(int(args["round"]), int(args["step"]))
+        elif op == "host_etcd":
+            await self.on_invite(bool(args["learner"]))
         elif op == "committed":
             self._committed = int(args["round"]), int(args["step"])
             if self._last_report is not None and self._last_report["round"] == self._committed[0]:
@@ -229,6 +235,16 @@ class Links:
         await link.wait_closed()
         peer = self._peers.pop(link)
         self._probe(peer.node, peer.link)
+
+    async def invite(self, address: str, learner: bool) -> None:
+        """Have the node whose link listens at this address host a server of the etcd. Raises what it raised."""
+        if address == self.address:
+            await self.on_invite(learner)
+            return
+        link = next((link for link, peer in self._peers.items() if peer.link == address), None)
+        if link is None:
+            raise WireError(f"no link to {address}")
+        await link.request("host_etcd", INVITE_TIMEOUT_S, learner=learner)
 
     def linked(self) -> set[str]:
         """The nodes that have a link to this one."""

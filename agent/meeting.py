@@ -1,4 +1,4 @@
-"""Where the nodes of a run meet: an etcd that runs already, or one that this node hosts."""
+"""Where the nodes of a run meet: an etcd that runs already, or one that a node of the run hosts."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import socket
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
-from tenplexrun.agent.embedded import EmbeddedEtcd
 from tenplexrun.agent.etcd import PLAIN, Access, Etcd
 from tenplexrun.agent.etcd_v2 import EtcdV2
 from tenplexrun.agent.etcd_v3 import EtcdV3
+from tenplexrun.agent.hosting import Hosting
 from tenplexrun.agent.probing import served_api
-from tenplexrun.agent.processes import Processes
 from tenplexrun.channel import join_host_port, split_host_port
 from tenplexrun.errors import CoordinationError, ProcessError, UsageError
 
 LOOPBACK = "127.0.0.1"
 ANY = ("0.0.0.0", "::")
 HOST_TIMEOUT_S = 60.0
+SUCCESSION_S = 10.0
+"""Of several named nodes each waits so long for those that are named before it."""
 ETCD_TIMEOUT_S = 5.0
 RETRY_S = 0.3
 
@@ -85,6 +85,15 @@ def _outward_address() -> str | None:
     return None
 
 
+def named_ports(endpoints: Sequence[str]) -> dict[str, int]:
+    """Ports of the endpoints by address, as far as their names are known here."""
+    found: dict[str, int] = {}
+    for host, port in map(split_host_port, endpoints):
+        with contextlib.suppress(OSError):
+            found.setdefault(_resolve(host), port)
+    return found
+
+
 def _listening_address(host: str) -> str:
     """What etcd, which knows addresses only, listens on for an endpoint of this name."""
     return ANY[0] if _is_named_loopback(host) else _resolve(host)
@@ -112,12 +121,11 @@ class Wanted(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """The run's etcd, and whether this node hosts it: then it has to be the last to leave."""
+    """The run's etcd."""
 
     endpoints: tuple[str, ...]
     api: str
     access: Access
-    hosted: bool = False
 
     def connect(self) -> Etcd:
         return (EtcdV2 if self.api == "v2" else EtcdV3)(self.endpoints, self.access)
@@ -126,8 +134,8 @@ class Meeting:
         return f"{', '.join(self.endpoints)} ({self.api})"
 
 
-async def find_meeting(wanted: Wanted, local_addr: str | None, processes: Processes, node_dir: Path) -> Meeting:
-    """A living etcd for the run. Starts one where the endpoint is this node's, or none is named.
+async def find_meeting(wanted: Wanted, local_addr: str | None, hosting: Hosting) -> Meeting:
+    """A living etcd for the run. Starts one where an endpoint is this node's and none lives, or none is named.
 
     Raises CoordinationError when nothing answers there in time.
     """
@@ -135,30 +143,41 @@ async def find_meeting(wanted: Wanted, local_addr: str | None, processes: Proces
         return await find_running(wanted)
 
     async def host(name: str, port: int) -> Meeting:
-        etcd = await EmbeddedEtcd.start(processes, node_dir, _listening_address(name), port)
-        address, port = split_host_port(etcd.endpoint)
+        address, port = split_host_port(await hosting.start(_listening_address(name), port))
         endpoint = join_host_port(LOOPBACK if address in ANY else address, port)
-        return Meeting((endpoint,), "v2", PLAIN, hosted=True)  # `find_etcd` wants one that serves it
+        return Meeting((endpoint,), "v3" if hosting.growing else "v2", PLAIN)
 
     if not wanted.endpoints:
         return await host(local_addr or LOOPBACK, 0)
-    name, port = split_host_port(wanted.endpoints[0])
     if wanted.is_host is False:
         return await find_running(wanted, HOST_TIMEOUT_S)
-    if port == 0:
-        return await host(name, 0)
+    if split_host_port(wanted.endpoints[0])[1] == 0:
+        return await host(split_host_port(wanted.endpoints[0])[0], 0)
+    began = time.monotonic()
 
     async def host_if_own() -> Meeting | None:
-        if not wanted.is_host and not _is_own(name, local_addr):
+        own = _own(wanted, local_addr)
+        before = wanted.endpoints[: 0 if own is None else wanted.endpoints.index(own)]
+        if own is None or time.monotonic() < began + SUCCESSION_S * len(before):
             return None
         try:
-            return await host(name, port)
+            found = await host(*split_host_port(own))
         except ProcessError:
             if await served_api(wanted.endpoints) is None:
                 raise
             return None  # another agent of this machine was faster
+        if before and await served_api(before) is not None:  # its turn, and it has come after all
+            hosting.stop()
+            return None
+        return found
 
     return await find_running(wanted, HOST_TIMEOUT_S, host_if_own)
+
+
+def _own(wanted: Wanted, local_addr: str | None) -> str | None:
+    """The endpoint that this node is to host the first server at."""
+    found = (endpoint for endpoint in wanted.endpoints if _is_own(split_host_port(endpoint)[0], local_addr))
+    return next(found, wanted.endpoints[0] if wanted.is_host else None)
 
 
 async def find_running(
@@ -174,6 +193,8 @@ async def find_running(
             return found
         if time.monotonic() > deadline:
             todo = "start it, or the node that hosts it, or correct --rdzv-endpoint"
+            if wanted.hosted:
+                todo += "; if the job goes on without that node, name one that hosts its etcd now (the nodes' output)"
             if not wanted.hosted and not wanted.access.tls:
                 todo = "start it, or correct --rdzv-endpoint (over TLS it needs --rdzv-conf protocol=https)"
             raise CoordinationError(f"no etcd answers at {', '.join(wanted.endpoints)}; {todo}")

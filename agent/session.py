@@ -18,11 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tenplexrun.agent import error_file
+from tenplexrun.agent import error_file, probe
 from tenplexrun.agent.durable import Collector, Declared, PartWriter
 from tenplexrun.agent.environment import NodeFacts, worker_env
 from tenplexrun.agent.events import EventLog
 from tenplexrun.agent.hangs import HangWatcher
+from tenplexrun.agent.hosting import Hosting
 from tenplexrun.agent.links import Links
 from tenplexrun.agent.logs import WorkerLogs
 from tenplexrun.agent.replication import Replication
@@ -57,6 +58,7 @@ class NodeServices:
     events: EventLog
     data: Mapping[str, Any] | None
     hangs: Bounds
+    hosting: Hosting
     checkpoints: CheckpointClient | None = None
     collector: Collector | None = None
 
@@ -338,8 +340,8 @@ class Session:
     def _hung(self, hang: Hang) -> Failure:
         local_rank = hang.ranks[0]
         rank = self._mine.first_rank + local_rank
-        pid = next((pid for pid, known in self._workers.alive.items() if known == local_rank), 0)
-        folder = self._services.logs.folder(self.round.number, rank)
+        pid = next(pid for pid, known in self._workers.alive.items() if known == local_rank)
+        folder = self._services.logs.folder(self.round.number, rank) if probe.catches(pid, probe.DUMP) else None
         stacks = f"stacks in {folder / 'stderr.log'}" if folder else "stacks in the output of its node"
         place = (self._node, self._services.host, rank, local_rank, pid, WorkerHungError.exit_code, time.time())
         lines = tuple(self._services.logs.tail(self.round.number, rank))

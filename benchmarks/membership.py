@@ -11,6 +11,7 @@ of "0.5 s + bytes of the busiest node / link rate" is 0.5 s. Both launchers get 
 the c10d backend, whose endpoint the first node hosts; ours its defaults, torchrun no shared store (its default restart
 fails more often than not), once with its defaults and once with the shortest time-outs that it takes. Nodes are agents
 on 127.0.0.1 and 127.0.0.2. Launchers take turns; torchrun with its defaults (up to a minute a case) has one run.
+So have dlrover-run and nvidia-resiliency-ext's ft_launcher, with their defaults, where `make peers` has installed them.
 """
 
 from __future__ import annotations
@@ -36,12 +37,17 @@ from cluster import descendants
 
 PATIENCE_S = 120.0
 SETTLE_S = 1.0
+MASTER_S = 20.0
 STEPS = ("--steps=1000000", "--pause=0.01", "--stamp-every=1")
 TUNED = "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=1"
 NO_SHARED_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 US = Launcher("tenplexrun", (str(BIN / "tenplexrun"),))
 TORCHRUN = Launcher("torchrun", (str(BIN / "torchrun"),), NO_SHARED_STORE)
 TORCHRUN_TUNED = Launcher("torchrun, tuned", (*TORCHRUN.argv, f"--rdzv-conf={TUNED}"), NO_SHARED_STORE)
+PEERS = ROOT / "build" / "peers" / "bin"
+FT_LAUNCHER = Launcher("ft_launcher", (str(PEERS / "ft_launcher"), "--ignore-missing-fault-tol-cfg"), NO_SHARED_STORE)
+DLROVER = Launcher("dlrover-run", (str(PEERS / "dlrover-run"),), NO_SHARED_STORE)
+DLROVER_MASTER = (str(PEERS / "python"), "-m", "dlrover.python.master.main", "--platform=local", "--node_num=2")
 LOST, JOINED, LONE = "node lost", "node joined", "lone start"
 
 Stamp = dict[str, Any]
@@ -57,15 +63,31 @@ class Nodes:
 
     def start(self, address: str) -> float:
         """Returns when it was."""
-        flags = ["--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=5", "--rdzv-backend=c10d", "--rdzv-id=bench"]
-        flags += [f"--rdzv-endpoint={self.endpoint}", f"--local-addr={address}"]
-        if self.launcher.name == US.name:
-            flags.append(f"--events={self.folder / f'events-{address}.jsonl'}")
+        flags = ["--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=5"]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(self.folder), **self.launcher.env}
+        if self.launcher is DLROVER:
+            self._start_master()
+            rank = str(len(self.agents) - 1)
+            env |= {"DLROVER_MASTER_ADDR": self.endpoint, "NODE_NUM": "2"}
+            env |= dict.fromkeys(("NODE_RANK", "WORKER_RANK", "NODE_ID", "WORKER_ID"), rank)
+            flags.append(f"--node-rank={rank}")
+        else:
+            flags += [f"--rdzv-endpoint={self.endpoint}", f"--local-addr={address}", "--rdzv-backend=c10d"]
+            flags.append("--rdzv-id=bench")
+        if self.launcher is US:
+            flags.append(f"--events={self.folder / f'events-{address}.jsonl'}")
         argv = [*self.launcher.argv, *flags, str(SCRIPT), f"--stamps={self.folder / 'stamps'}", *STEPS]
         with (self.folder / f"{address}.log").open("wb") as log:
             self.agents[address] = subprocess.Popen(argv, stdout=log, stderr=log, env=env, cwd=self.folder)
         return time.time()
+
+    def _start_master(self) -> None:
+        """Of dlrover, which its nodes expect to be there; it counts as an agent, so that it ends with them."""
+        if not self.agents:
+            argv = [*DLROVER_MASTER, f"--port={self.endpoint.rpartition(':')[2]}", "--job_name=bench"]
+            with (self.folder / "master.log").open("wb") as log:
+                self.agents["master"] = subprocess.Popen(argv, stdout=log, stderr=log, cwd=self.folder)
+            time.sleep(MASTER_S)
 
     def kill(self, address: str) -> float:
         """SIGKILL all its processes, as if its power had gone. Returns when it was."""
@@ -143,7 +165,8 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=5)
     args = parser.parse_args()
     launchers = [(US, 2), (TORCHRUN_TUNED, 1)] if args.quick else [(US, args.runs), (TORCHRUN_TUNED, args.runs)]
-    launchers += [] if args.quick else [(TORCHRUN, 1)]
+    others = [(TORCHRUN, 1), *((peer, 1) for peer in (FT_LAUNCHER, DLROVER) if Path(peer.argv[0]).exists())]
+    launchers += [] if args.quick else others
     results: dict[str, list[dict[str, float | None]]] = {launcher.name: [] for launcher, _ in launchers}
     for turn in range(max(runs for _, runs in launchers)):
         for launcher, runs in launchers:

@@ -4,6 +4,7 @@
     npy:/path.npy  npy:/dir  npz:/path.npz?key=x              the rows of an array
     megatron:/prefix?seq_length=2048                          tokens of Megatron-LM's .bin and .idx
     jsonl:/dir  images:/dir  tar:/dir  tfrecord:/dir          lines, pictures by class, WebDataset's samples, records
+    parquet:/dir?columns=a,b                                  rows of tables
     tenplex:/path/index.txt                                   .npz samples by the index of the system Tenplex
 
 Shared by the view, which copies samples of one size into shared memory, and by training scripts, which read the others
@@ -16,7 +17,7 @@ import os
 from collections.abc import Callable, Mapping
 from urllib.parse import parse_qs, quote, unquote
 
-from tenplexrun.datasets import arrays, megatron, records
+from tenplexrun.datasets import arrays, megatron, records, tables
 from tenplexrun.datasets.dataset import Dataset
 from tenplexrun.datasets.files import Options
 from tenplexrun.errors import DataError
@@ -31,6 +32,7 @@ _FORMATS: Mapping[str, tuple[Callable[[str, str, Options], Dataset], tuple[str, 
     "images": (records.open_images, (*_FILES, "mode")),
     "tar": (records.open_tar, _FILES),
     "tfrecord": (records.open_tfrecord, _FILES),
+    "parquet": (tables.open_parquet, (*_FILES, "columns")),
     "tenplex": (records.open_tenplex, ()),
 }
 

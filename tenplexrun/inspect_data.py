@@ -60,10 +60,9 @@ def _show(args: argparse.Namespace) -> int:
     if not -len(dataset) <= args.sample < len(dataset):
         raise DataError(f"{args.dataset} has {len(dataset)} samples; --sample {args.sample} is none of them")
     number = range(len(dataset))[args.sample]
-    start, end = dataset.span(number)
     kind = "of different sizes" if dataset.spans is not None else f"of {_kind(dataset)}, {dataset.sample_bytes} bytes"
     print(f"{len(dataset)} samples {kind}\nfingerprint {dataset.fingerprint()}")
-    print(f"sample {number}: {end - start} bytes, {dataset.where(number)}")
+    print(f"sample {number}: {len(dataset.raw(number))} bytes, {dataset.where(number)}")
     print(_text(dataset[number]))
     return 0
 

@@ -7,18 +7,24 @@ import json
 import os
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from tenplexrun import channel
 from tenplexrun.agent.app import Agent, Launch
 from tenplexrun.agent.desk import Desk
 from tenplexrun.agent.durable import Collector
 from tenplexrun.agent.environment import NodeFacts
+from tenplexrun.agent.etcd import Etcd
+from tenplexrun.agent.etcd_members import Members
+from tenplexrun.agent.etcd_v3 import EtcdV3
 from tenplexrun.agent.events import EventLog
+from tenplexrun.agent.hosting import Hosting
 from tenplexrun.agent.links import Links
 from tenplexrun.agent.logs import WorkerLogs
-from tenplexrun.agent.meeting import find_meeting, own_host
+from tenplexrun.agent.meeting import Meeting, find_meeting, named_ports, own_host
 from tenplexrun.agent.pool import SINGLE_THREADED, Pool
 from tenplexrun.agent.processes import Processes, module_command
 from tenplexrun.agent.rendezvous import token_proof
@@ -26,6 +32,7 @@ from tenplexrun.agent.session import NodeServices
 from tenplexrun.agent.signals import Signals
 from tenplexrun.assignment import least_cost
 from tenplexrun.config import JobSpec
+from tenplexrun.core.hosting import FULL
 from tenplexrun.core.membership import Settings
 from tenplexrun.core.output import Output
 from tenplexrun.core.rounds import Member, Verdict
@@ -60,32 +67,24 @@ class Node:
         pool = self.pool
         host = own_host(spec.meeting.endpoints, spec.local_addr)
         await asyncio.gather(self._start_store(host), self._start_view(), self._start_checkpoints())
-        watching = asyncio.ensure_future(self._keep_alive(host, died))
+        growing = spec.meeting.hosted and bool(spec.meeting.endpoints) and spec.max_nodes >= FULL
+        hosting = Hosting(self.processes, self.node_dir, self.events, host, growing)
+        watching = asyncio.ensure_future(self._keep_alive(host, hosting, died))
         store = StoreClient(str(self.node_dir / "store.sock"))
         view = ViewClient(str(self.node_dir / "view.sock"))
         checkpoints = self._checkpoints()
         links, desk = Links(self.node, self.token), Desk()
         logs = WorkerLogs(self.output, alias=f"{spec.run_id}_{self.node}")
-        meeting = await find_meeting(spec.meeting, spec.local_addr, self.processes, self.node_dir)
-        coordination = meeting.connect()
+        link = hosting.name = await links.start(host)
+        meeting, coordination = await self._meet(hosting)
+        links.on_invite = hosting.join
         try:
             store_address = channel.join_host_port(host, await store.hello())
             shown = await view.hello()
-            self.events.say(
-                f"run {spec.run_id}, etcd at {meeting}; data shown by {shown['mode']} ({shown['reason']}); "
-                f"{self._limits()}"
-            )
-            self.events.emit(
-                "started",
-                pid=os.getpid(),
-                endpoint=",".join(meeting.endpoints),
-                api=meeting.api,
-                view=shown["mode"],
-                dir=str(self.node_dir),
-            )
+            self._tell_start(meeting, shown)
             await desk.start(f"unix:{self.node_dir / 'agent.sock'}")
             place = (spec.num_workers, spec.node_rank, spec.role, spec.rack)
-            member = Member(self.node, host, await links.start(host), store_address, *place)
+            member = Member(self.node, host, link, store_address, *place)
             services = NodeServices(
                 host=host,
                 facts=self._facts(store_address),
@@ -100,13 +99,14 @@ class Node:
                 hangs=spec.timeouts.hangs,
                 checkpoints=checkpoints,
                 collector=self._collector(checkpoints),
+                hosting=hosting,
             )
             await self._warm_up()
             member = replace(member, ready_s=round(time.monotonic() - self.began, 3))
-            rest = (spec.meeting.hosted, meeting.hosted, token_proof(self.token))
-            launch = Launch(spec.run_id, member, self._settings(), spec.timeouts.lease_s, *rest)
+            rest = (spec.timeouts.lease_s, spec.meeting.hosted, token_proof(self.token))
+            launch = Launch(spec.run_id, member, self._settings(), *rest)
             agent = Agent(launch, coordination, services, desk, died, signals)
-            agent.on_joined = lambda key: self.processes.set_cleanup(coordination.removals(key))
+            agent.on_joined = lambda key: self.processes.set_cleanup(coordination.removals(key) if key else ())
             return await agent.run()
         finally:
             watching.cancel()
@@ -117,6 +117,30 @@ class Node:
                 await checkpoints.close()
             await logs.close()
             await coordination.close()
+
+    async def _meet(self, hosting: Hosting) -> tuple[Meeting, Etcd]:
+        """The run's etcd, and what this node has to know to host a part of it."""
+        wanted = self.spec.meeting
+        meeting = await find_meeting(wanted, self.spec.local_addr, hosting)
+        coordination = meeting.connect()
+        if hosting.growing and isinstance(coordination, EtcdV3):
+            hosting.members, hosting.named = Members(coordination), named_ports(wanted.endpoints)
+            hosting.port = channel.split_host_port(meeting.endpoints[0])[1]
+        return meeting, coordination
+
+    def _tell_start(self, meeting: Meeting, shown: Mapping[str, Any]) -> None:
+        self.events.say(
+            f"run {self.spec.run_id}, etcd at {meeting}; data shown by {shown['mode']} ({shown['reason']}); "
+            f"{self._limits()}"
+        )
+        self.events.emit(
+            "started",
+            pid=os.getpid(),
+            endpoint=",".join(meeting.endpoints),
+            api=meeting.api,
+            view=shown["mode"],
+            dir=str(self.node_dir),
+        )
 
     async def _warm_up(self) -> None:
         """Wait for the pool's imports; nobody should take a slow disk for a hang."""
@@ -221,7 +245,7 @@ class Node:
         argv = module_command("tenplexrun.worker.checkpointer", config)
         await self.processes.spawn("checkpoints", argv, env=SINGLE_THREADED)
 
-    async def _keep_alive(self, host: str, died: asyncio.Queue[Verdict]) -> None:
+    async def _keep_alive(self, host: str, hosting: Hosting, died: asyncio.Queue[Verdict]) -> None:
         """Start store, view and checkpoint process again when they die; what cannot be replaced ends this node."""
         restart = {
             "store": lambda: self._start_store(host),
@@ -239,6 +263,10 @@ class Node:
                 died.put_nowait(
                     Verdict(max(ended.code, 1), f"the {ended.name} of this node gave up; its reason is above")
                 )
-            elif ended.name in ("etcd", "guardian"):
-                reason = f"the {ended.name} of this node ended with {ended.code}; start the node again"
+            elif ended.name == "etcd":
+                reason = hosting.ended(ended.pid, ended.code)
+                if reason is not None:
+                    died.put_nowait(Verdict(ProcessError.exit_code, reason))
+            elif ended.name == "guardian":
+                reason = f"the guardian of this node ended with {ended.code}; start the node again"
                 died.put_nowait(Verdict(ProcessError.exit_code, reason))

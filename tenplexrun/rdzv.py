@@ -63,8 +63,8 @@ class Timeouts:
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """Where the nodes meet. `endpoints`: HOST:PORT of each server, none for a private etcd. `hosted`: a node of the job
-    hosts the etcd there; `is_host` says whether this one does, None: find out by the address. `api`: v2 or v3, None:
+    """Where the nodes meet. `endpoints`: HOST:PORT of each server, none for a private etcd. `hosted`: nodes of the job
+    host the etcd; `is_host` says whether this one does, None: find out by the address. `api`: v2 or v3, None:
     find out what is served."""
 
     endpoints: tuple[str, ...]
@@ -94,10 +94,10 @@ def find_meeting(args: argparse.Namespace, max_nodes: int, conf: Mapping[str, st
         raise UsageError(f"--rdzv-backend {backend} needs --rdzv-endpoint HOST:PORT of the etcd that runs")
     endpoints = find_endpoints(endpoint, C10D_PORT if hosted else ETCD_PORT)
     access = find_access(conf)
-    if hosted and (len(endpoints) > 1 or access != PLAIN):
+    if hosted and access != PLAIN:
         raise UsageError(
-            f"--rdzv-backend {backend} lets a node host one plain etcd; several endpoints, TLS and users are for one "
-            f"that runs already (--rdzv-backend etcd)"
+            f"--rdzv-backend {backend} lets nodes host a plain etcd; TLS and users are for one that runs already "
+            f"(--rdzv-backend etcd)"
         )
     return Meeting(endpoints, hosted, is_host, APIS.get(backend), access)
 

@@ -11,12 +11,14 @@ from tenplexrun.core.decisions import Decision, View
 class Forbearance:
     """Of one node, over all its reigns; look here before `membership.decide`. Times are of its monotonic clock.
 
-    `has_round`: it has seen one, so that a store without it has come back empty.
+    `has_round`: it has seen one, so that a store without it has come back empty. `proved_gone`: nodes whose ports
+    refuse connections; no outage is the reason for their missing keys.
     """
 
     def __init__(self, lease_s: float) -> None:
         self._lease_s, self._doubted = lease_s, float("-inf")
         self.has_round = False
+        self.proved_gone: set[str] = set()
 
     def doubt(self, now: float) -> None:
         """The store has just lost a key of a node that lives: what else is missing may live, too."""
@@ -29,7 +31,7 @@ class Forbearance:
         if view.round is None or node not in view.members:
             self.doubt(now)
             return Decision("etcd has lost this node's own records, which are written again first")
-        missing = {*view.round.nodes, *view.acks} - {*view.members, *view.round.evicted}
+        missing = {*view.round.nodes, *view.acks} - {*view.members, *view.round.evicted, *self.proved_gone}
         wait_s = self._lease_s - min(connected_s, now - self._doubted)
         if not missing or wait_s <= 0:
             return None

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -53,7 +54,7 @@ def shuffle(algo: str) -> Shuffle:
 def permute(places: Words, epochs: Words, num_samples: int, seed: int) -> Words:
     """Walk each place along the cycle of the network of its epoch until it is below `num_samples`."""
     if places.size and (epochs == epochs[0]).all():
-        epochs = epochs[:1]
+        return _walk(places, _keys_of_one(seed, int(epochs[0])), num_samples)
     return _walk(places, _round_keys(seed, epochs), num_samples)
 
 
@@ -75,7 +76,7 @@ class Blocks:
         """The short block, wherever it has got to, leaves a hole of `missing` behind it: all after it move up."""
         size, num_blocks = np.uint64(self.block), -(-num_samples // self.block)
         missing = np.uint64(num_blocks * self.block - num_samples)
-        keys = _round_keys(seed, np.array([epoch]))
+        keys = _keys_of_one(seed, int(epoch))
         last = _walk(np.array([num_blocks - 1], dtype=np.uint64), keys[::-1], num_blocks, odd_first=True)[0]
         hole = (last + np.uint64(1)) * size - missing
         slots = places + np.where(places < hole, np.uint64(0), missing)
@@ -85,7 +86,7 @@ class Blocks:
             mine = slots // span == window
             first, end = window * span, min((window + np.uint64(1)) * span, np.uint64(num_blocks) * size)
             first, end = (edge - missing if edge > hole else edge for edge in (first, end))
-            within = _walk(places[mine] - first, _round_keys(window_keys, np.array([window])), int(end - first))
+            within = _walk(places[mine] - first, _keys_of_one(window_keys, int(window)), int(end - first))
             moved = within + first
             slots[mine] = moved + np.where(moved < hole, np.uint64(0), missing)
         return _walk(slots // size, keys, num_blocks) * size + slots % size
@@ -127,6 +128,11 @@ def _top_bits(words: Words, bits: int) -> Words:
     words *= _MULTIPLY_2
     words >>= np.uint64(64 - bits)
     return words
+
+
+@lru_cache(maxsize=64)  # steps go by epochs; to make the keys takes as long as to permute a step
+def _keys_of_one(seed: int, epoch: int) -> Words:
+    return _round_keys(seed, np.array([epoch], dtype=np.uint64))
 
 
 def _round_keys(seed: int, epochs: Words) -> Words:

@@ -113,14 +113,18 @@ class Dataset:
     spans: Spans | None = field(default=None, repr=False, compare=False)
     note: str = ""
 
-    @property
-    def sample_bytes(self) -> int:
-        """Raises DataError where samples differ in size."""
+    def check_shown(self) -> None:
+        """Raise DataError unless the view can show it: where samples differ in size."""
         if self.spans is not None:
             raise DataError(
                 f"dataset {self.spec} has samples of different sizes, which the view does not show: leave --data out; "
                 "job.loader reads the files themselves"
             )
+
+    @property
+    def sample_bytes(self) -> int:
+        """Raises DataError where samples differ in size."""
+        self.check_shown()
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
     @property
@@ -140,7 +144,9 @@ class Dataset:
             return np.frombuffer(bytearray(raw), dtype=self.dtype).reshape(self.shape)
         try:
             return self.spans.decode(raw, number)
-        except (ValueError, OSError, KeyError, SyntaxError) as error:
+        except DataError:
+            raise
+        except Exception as error:  # each format's library has its own
             raise DataError(f"dataset {self.spec}: sample {number} of {self.where(number)}: {error}") from error
 
     def span(self, number: int) -> tuple[int, int]:

@@ -218,7 +218,7 @@ def test_a_lost_answer_is_recognised_v2(both_apis: EtcdServer, monkeypatch: pyte
 
 
 def test_a_lost_answer_is_recognised_v3(both_apis: EtcdServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    lose, original = {"kv/txn": 4}, V3Server._call
+    lose, original = {"kv/txn": 4}, V3Server.call
 
     def call(self: V3Server, path: str, body: Any) -> Any:
         answer = original(self, path, body)
@@ -241,7 +241,7 @@ def test_a_lost_answer_is_recognised_v3(both_apis: EtcdServer, monkeypatch: pyte
         assert await client.get(key) is None
         await client.close()
 
-    monkeypatch.setattr(V3Server, "_call", call)
+    monkeypatch.setattr(V3Server, "call", call)
     run(test())
 
 

@@ -72,7 +72,7 @@ def test_a_stopped_worker_is_named_and_shown_and_the_job_goes_on(
     log = cluster.log("a")
     assert re.search(
         rf"rank 1 \(local rank 1, pid {victim}\) on node \w+ \[127.0.0.1\]: hangs at step \d+: "
-        r"stopped by a signal for \d+ s, where steps took \S+ s at most; stacks in the output of its node",
+        r"stopped by a signal for \d+ s(, where steps took \S+ s at most)?; stacks in the output of its node",
         log,
     )
     assert "a suspected hang: the stacks of local ranks 0, 1 follow" in log

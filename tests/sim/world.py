@@ -120,6 +120,7 @@ class World:
 
     def _proved_gone(self, witness: Agent, gone: Agent) -> None:
         def remove() -> None:
+            witness.decider.forbearance.proved_gone.add(gone.name)
             self.store.delete(f"{RUN}/members/{gone.name}")
             held = self.store.entries.get(f"{RUN}/decider")
             if held is not None and json.loads(held.value)["node"] == gone.name:

@@ -14,6 +14,7 @@ import pytest
 from PIL import Image
 from sklearn.datasets import load_digits
 
+from tenplexrun.datasets.index import SampleIndex
 from tenplexrun.datasets.megatron import Index, Writer
 from tenplexrun.errors import DataError
 from tenplexrun.formats import open_dataset
@@ -115,6 +116,8 @@ def test_jsonl(tmp_path: Path) -> None:
         changed[3]
     with pytest.raises(IndexError):
         changed[4]
+    with pytest.raises(DataError, match="which the view does not show: leave --data out"):
+        changed.check_shown()
 
 
 def test_images_of_handwritten_digits(tmp_path: Path) -> None:
@@ -188,6 +191,10 @@ def test_tenplex_index(tmp_path: Path) -> None:
         assert found.keys() == sample.keys()
         np.testing.assert_array_equal(found["text"], sample["text"])
         np.testing.assert_array_equal(found["mask"], sample["mask"])
+    content = (tmp_path / "b.npzs").read_bytes()
+    (tmp_path / "b.npzs").write_bytes(content[:-4] + b"****")
+    with pytest.raises(DataError, match=r"sample 4 of .*b\.npzs at byte \d+: "):
+        dataset[4]
     good = (tmp_path / "index.txt").read_text()
     for text, message in (
         (good.rsplit(" ", 1)[0], "not an index of Tenplex's"),
@@ -200,6 +207,25 @@ def test_tenplex_index(tmp_path: Path) -> None:
         (tmp_path / "index.txt").write_text(text)
         with pytest.raises(DataError, match=message):
             open_dataset(f"tenplex:{tmp_path}/index.txt")
+
+
+def test_parquet(tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    table = pytest.importorskip("pyarrow").table({"n": list(range(50)), "text": [f"t{n}" for n in range(50)]})
+    parquet.write_table(table.slice(0, 30), tmp_path / "a.parquet", row_group_size=7)
+    parquet.write_table(table.slice(30), tmp_path / "b.parquet", row_group_size=7)
+    dataset = open_dataset(f"parquet:{tmp_path}")
+    assert list(dataset) == [{"n": n, "text": f"t{n}"} for n in range(50)]
+    assert pickle.loads(pickle.dumps(dataset))[-1] == {"n": 49, "text": "t49"}
+    assert open_dataset(f"parquet:{tmp_path}?columns=text")[31] == {"text": "t31"}
+    index = SampleIndex.of(dataset)
+    assert list(index.differences(open_dataset(f"parquet:{tmp_path}"))) == []
+    parquet.write_table(table.slice(29, 20), tmp_path / "b.parquet", row_group_size=7)
+    [*_, last] = index.differences(open_dataset(f"parquet:{tmp_path}"))
+    assert last.endswith("b.parquet, row 5 of row group 2: its 24 bytes are others")
+    (tmp_path / "b.parquet").write_bytes(b"no table")
+    with pytest.raises(DataError, match="not a Parquet file"):
+        open_dataset(f"parquet:{tmp_path}")
 
 
 def test_many_files_are_not_all_kept_open(tmp_path: Path) -> None:

@@ -94,6 +94,22 @@ def test_nothing_is_lost_with_other_start_methods(lines: str, method: str) -> No
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_what_workers_fetched_ahead_is_read_after_a_restart(lines: str) -> None:
+    """Case D4 with its numbers: 16 samples, batch 4, two workers, saved after one step."""
+    Path(lines.removeprefix("jsonl:")).write_text("".join(f'{{"number": {number}}}\n' for number in range(16)))
+    sizes = {"global_batch": 4, "micro_batch": 2, "seed": 3, "num_workers": 2, "collate_fn": list}
+    first = open_loader(lines, **sizes)
+    seen = take(first, 1)
+    saved = {"consumed": first.consumed, "order": first.order.to_json()}
+    first.close()
+    assert saved["consumed"] == 4
+    again = open_loader(lines, **sizes)
+    again.begin(saved["consumed"], saved["order"])
+    seen += take(again, 3)
+    again.close()
+    assert sorted(seen) == list(range(16))
+
+
 def test_ranks_share_a_step(lines: str) -> None:
     consumed, seen = 0, []
     for size in (3, 1, 5):

@@ -103,6 +103,7 @@ def test_shape_of_positions_is_kept() -> None:
 
 
 def test_dealing_micro_batches() -> None:
+    """Case D2: five ranks do not divide a batch of 24."""
     shares = [deal(24, 2, rank, 5) for rank in range(5)]  # 12 micro-batches on 5 ranks: 3 3 2 2 2
     assert [(share.first, share.real, share.rows) for share in shares] == [
         (0, 6, 6),

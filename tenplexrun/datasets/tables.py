@@ -1,0 +1,101 @@
+"""Rows of Parquet files, by the library pyarrow (the extra `parquet`).
+
+A row is found by decoding its row group; the last few of these are kept. So `order_algo="blocks-1:B:W"` with B near the
+rows of a group and a small W reads each group about once an epoch, and "feistel-1" nearly always decodes anew.
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from tenplexrun.datasets.dataset import Dataset, Pieces, Spans
+from tenplexrun.datasets.files import Options, list_files, option, whole
+from tenplexrun.errors import DataError
+
+_KEPT_GROUPS = 32
+
+
+class RowGroups:
+    """Rows by number over the row groups of some files. A copy in another process has decoded nothing yet."""
+
+    def __init__(self, paths: list[str], columns: list[str] | None) -> None:
+        from pyarrow import parquet
+
+        self._paths, self._columns, self._read = paths, columns, parquet.ParquetFile
+        self._groups: list[tuple[str, int]] = []
+        self._firsts: list[int] = []
+        self._kept: dict[int, Any] = {}
+        self.num_rows = 0
+        for path in paths:
+            metadata = parquet.read_metadata(path)
+            for group in range(metadata.num_row_groups):
+                self._groups.append((path, group))
+                self._firsts.append(self.num_rows)
+                self.num_rows += metadata.row_group(group).num_rows
+
+    def __reduce__(self) -> tuple[type[RowGroups], tuple[list[str], list[str] | None]]:
+        return RowGroups, (self._paths, self._columns)
+
+    def place(self, number: int) -> tuple[int, int]:
+        """Which group a row is in, and which of that it is."""
+        group = bisect.bisect_right(self._firsts, number) - 1
+        return group, number - self._firsts[group]
+
+    def where(self, number: int) -> str:
+        group, row = self.place(number)
+        path, own = self._groups[group]
+        return f"{path}, row {row} of row group {own}"
+
+    def row(self, number: int) -> dict[str, Any]:
+        group, row = self.place(number)
+        if group not in self._kept:
+            while len(self._kept) >= _KEPT_GROUPS:
+                self._kept.pop(next(iter(self._kept)))
+            path, own = self._groups[group]
+            with self._read(path) as file:
+                self._kept[group] = file.read_row_group(own, columns=self._columns)
+        [found] = self._kept[group].slice(row, 1).to_pylist()
+        return dict(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Table(Dataset):
+    """A dataset whose samples are rows, which have no bytes of their own in the files."""
+
+    rows: RowGroups = field(kw_only=True, repr=False, compare=False)
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        return self.rows.row(range(self.num_samples)[number])
+
+    def raw(self, number: int) -> bytes:
+        """The row as JSON, since its stored bytes are shared with others."""
+        return json.dumps(self.rows.row(number), default=repr).encode()
+
+    def where(self, number: int) -> str:
+        return self.rows.where(number)
+
+
+def _as_json(raw: bytes, _: int) -> Any:
+    return json.loads(raw)
+
+
+def open_parquet(spec: str, path: str, options: Options) -> Dataset:
+    """A sample is a row, {column: value}, of the columns that the option `columns` names (a,b), or of all."""
+    try:
+        from pyarrow import ArrowException
+    except ImportError as error:
+        raise DataError("parquet needs pyarrow: pip install 'tenplexrun[parquet]'") from error
+    columns = option(options, "columns", "").split(",") if "columns" in options else None
+    paths = list_files(path, options, "**/*.parquet")
+    try:
+        rows = RowGroups(paths, columns)
+    except (ArrowException, ValueError) as error:
+        raise DataError(f"dataset {spec}: not a Parquet file: {error}") from error
+    nowhere = np.empty(0, dtype=np.int64)
+    pieces, spans = Pieces([whole(name) for name in paths]), Spans(nowhere, nowhere, _as_json)
+    return Table(spec, rows.num_rows, "", (), pieces, spans=spans, note=f"{columns}", rows=rows)
