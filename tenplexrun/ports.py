@@ -138,6 +138,12 @@ class StoreClient(Protocol):
         """Fetch regions from peers' stores and keep them beside the snapshot.
         Returns {"num_bytes", "seconds", "num_fetches"}."""
 
+    async def progress(self) -> Record:
+        """{"num_bytes", "total_bytes"} of the pulls under way; both 0 when there are none."""
+
+    async def abandon(self) -> None:
+        """End all pulls: a newer round has other plans. They raise WireError, and leave nothing."""
+
     async def index(self, snapshot: Record) -> str:
         """Path of a JSON file that lists where the local pieces of a snapshot lie."""
 
