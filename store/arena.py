@@ -31,7 +31,7 @@ from tenplexrun.core import records
 from tenplexrun.core.arena import ALIGNMENT, Entry, arena_map
 from tenplexrun.core.buddies import Owed
 from tenplexrun.core.layout import Layout
-from tenplexrun.core.pieces import Index, Piece
+from tenplexrun.core.pieces import Index, Piece, index_name, layout_name
 from tenplexrun.core.records import Record
 from tenplexrun.core.regions import Region, subtract
 from tenplexrun.core.snapshots import AnyClaim, BuddyClaim, Claim, Holding, SnapshotId
@@ -216,6 +216,11 @@ class Arena:
             holdings += [self._holding(index, claim) for claim in index.claims]
         return holdings
 
+    def snapshots(self) -> list[Index]:
+        """All that are here, the newest last."""
+        with self._lock:
+            return [self._indexes[snapshot] for snapshot in sorted(self._indexes)]
+
     def has(self, snapshot: SnapshotId) -> bool:
         return snapshot in self._indexes
 
@@ -228,7 +233,7 @@ class Arena:
 
     def index_path(self, snapshot: SnapshotId) -> Path:
         self.get(snapshot)
-        return self._files.folder / _index_name(snapshot)
+        return self._files.folder / index_name(snapshot)
 
     # -- layouts -------------------------------------------------------------------------------------------
 
@@ -238,7 +243,7 @@ class Arena:
     def put_layout(self, layout: Layout) -> None:
         with self._lock:
             if layout.digest not in self._layouts:
-                self._files.write_json(_layout_name(layout.digest), layout.to_json())
+                self._files.write_json(layout_name(layout.digest), layout.to_json())
                 self._layouts[layout.digest] = layout
 
     # -- regions from peers --------------------------------------------------------------------------------
@@ -286,11 +291,11 @@ class Arena:
     # -- inside --------------------------------------------------------------------------------------------
 
     def _keep(self, index: Index) -> None:
-        self._files.write_json(_index_name(index.snapshot), index.to_json())
+        self._files.write_json(index_name(index.snapshot), index.to_json())
         self._indexes[index.snapshot] = index
 
     def _forget(self, snapshots: Sequence[SnapshotId]) -> None:
-        self._files.drop(_index_name(snapshot) for snapshot in snapshots)
+        self._files.drop(index_name(snapshot) for snapshot in snapshots)
         for snapshot in snapshots:
             del self._indexes[snapshot]
 
@@ -308,7 +313,7 @@ class Arena:
         digests = {snapshot.digest for snapshot in self._indexes}
         if self._round is not None:
             digests.add(self._round.digest)
-        self._files.drop(_layout_name(digest) for digest in self._layouts if digest not in digests)
+        self._files.drop(layout_name(digest) for digest in self._layouts if digest not in digests)
         self._layouts = {digest: layout for digest, layout in self._layouts.items() if digest in digests}
 
     def _paths(self, opened: Round) -> list[Path]:
@@ -380,11 +385,3 @@ def checksum_of(view: memoryview, where: Piece | Entry) -> int:
 
 def _stem(snapshot: SnapshotId) -> str:
     return f"{snapshot.round}-{snapshot.step}-{snapshot.digest}"
-
-
-def _index_name(snapshot: SnapshotId) -> str:
-    return f"snapshot-{_stem(snapshot)}.json"
-
-
-def _layout_name(digest: str) -> str:
-    return f"layout-{digest}.json"

@@ -176,11 +176,11 @@ def _notice_silence(writer: asyncio.StreamWriter) -> None:
 class Caller:
     """The asking end of a server that may be started later, and again: connects when first used and when it must.
 
-    `name` is what users know the server as.
+    `name` is what users know the server as; `handler` answers what it asks or tells.
     """
 
-    def __init__(self, address: str, name: str, timeout_s: float = 120.0) -> None:
-        self._address, self._name, self._timeout_s = address, name, timeout_s
+    def __init__(self, address: str, name: str, timeout_s: float = 120.0, handler: Handler | None = None) -> None:
+        self._address, self._name, self._timeout_s, self._handler = address, name, timeout_s, handler
         self._channel: Channel | None = None
         self._connecting = asyncio.Lock()
 
@@ -214,7 +214,7 @@ class Caller:
         async with self._connecting:
             if self._channel is None or self._channel.closed:
                 self._channel = None
-                self._channel = await connect(self._address)
+                self._channel = await connect(self._address, self._handler)
         return await self._channel.request(op, timeout_s, **args)
 
     async def close(self) -> None:

@@ -42,6 +42,7 @@ from tenplexrun.vfs.client import ViewClient
 from tenplexrun.worker.checkpoint_client import CheckpointClient
 
 WARM_UP_NEWS_S = 10.0
+VIEW_PATROL_S, VIEW_SILENT_S, VIEW_STRIKES = 2.0, 5.0, 2
 MAX_RESTARTS = 20  # of the store or the view, killed from outside; ends of their own are never repeated
 
 
@@ -58,6 +59,7 @@ class Node:
     token: str
     output: Output
     began: float  # when it was launched, monotonic
+    view_pid: int = 0
 
     async def run(self, signals: Signals) -> Verdict:
         spec = self.spec
@@ -69,9 +71,10 @@ class Node:
         await asyncio.gather(self._start_store(host), self._start_view(), self._start_checkpoints())
         growing = spec.meeting.hosted and bool(spec.meeting.endpoints) and spec.max_nodes >= FULL
         hosting = Hosting(self.processes, self.node_dir, self.events, host, growing)
-        watching = asyncio.ensure_future(self._keep_alive(host, hosting, died))
         store = StoreClient(str(self.node_dir / "store.sock"))
-        view = ViewClient(str(self.node_dir / "view.sock"))
+        view = ViewClient(str(self.node_dir / "view.sock"), self._view_failed)
+        keeping = asyncio.ensure_future(self._keep_alive(host, hosting, died))
+        patrolling = asyncio.ensure_future(self._patrol())
         checkpoints = self._checkpoints()
         links, desk = Links(self.node, self.token), Desk()
         logs = WorkerLogs(self.output, alias=f"{spec.run_id}_{self.node}")
@@ -109,7 +112,8 @@ class Node:
             agent.on_joined = lambda key: self.processes.set_cleanup(coordination.removals(key) if key else ())
             return await agent.run()
         finally:
-            watching.cancel()
+            keeping.cancel()
+            patrolling.cancel()
             await desk.close()
             await links.close()
             await pool.close()
@@ -236,7 +240,30 @@ class Node:
             "socket": str(self.node_dir / "view.sock"),
             "mode": self.spec.view_mode,
         }
-        await self.processes.spawn("view", module_command("tenplexrun.vfs.server", json.dumps(config)))
+        command = module_command("tenplexrun.vfs.server", json.dumps(config))
+        self.view_pid = await self.processes.spawn("view", command)
+
+    async def _patrol(self) -> None:
+        """Kill a view that hangs, and with it its readers' waiting; `_keep_alive` mounts it again."""
+        strikes, view = 0, ViewClient(str(self.node_dir / "view.sock"))
+        try:
+            while True:
+                await asyncio.sleep(VIEW_PATROL_S)
+                pid = self.view_pid
+                try:
+                    await view.hello(VIEW_SILENT_S)
+                    strikes = 0
+                except ProcessError as error:
+                    strikes = strikes + 1 if pid == self.view_pid else 0
+                    if strikes == VIEW_STRIKES:
+                        self._view_failed(f"it hangs, and is started anew: {error}")
+                        self.processes.kill(pid)
+                        strikes = 0
+        finally:
+            await view.close()
+
+    def _view_failed(self, message: str) -> None:
+        self.events.emit("view_failed", message=message)
 
     async def _start_checkpoints(self) -> None:
         if self.spec.checkpoints is None:

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from tenplexrun.channel import Caller, Record
+from collections.abc import Callable
+
+from tenplexrun.channel import Caller, Channel, Record
 
 
 class ViewClient:
-    """Talks to the node's view process at `path`. Connects when first used, and again after it was restarted."""
+    """Talks to the node's view process at `path`. Connects when first used, and again after it was restarted.
 
-    def __init__(self, path: str) -> None:
-        self._caller = Caller(f"unix:{path}", "the dataset view")
+    `on_failure` is told of each request of a reader that the view could not serve.
+    """
 
-    async def hello(self) -> Record:
+    def __init__(self, path: str, on_failure: Callable[[str], None] = lambda message: None) -> None:
+        self._on_failure = on_failure
+        self._caller = Caller(f"unix:{path}", "the dataset view", handler=self._told)
+
+    async def _told(self, _: Channel, op: str, args: Record) -> None:
+        if op == "failed":
+            self._on_failure(str(args["message"]))
+
+    async def hello(self, timeout_s: float = 20.0) -> Record:
         """Wait until the view is ready. Returns {"mode": "fuse" or "farm", "reason": why}. Raises ProcessError."""
-        return await self._caller.hello()
+        return await self._caller.hello(timeout_s)
 
     async def show(self, round_number: int, order: Record, dp_rank: int, dp_size: int, consumed: int) -> str:
         """Show one dp rank's share of the global order from `consumed` on. Returns the directory.

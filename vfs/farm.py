@@ -70,7 +70,7 @@ def _write(node: Node, path: Path) -> None:
         path.mkdir()
         for name, child in node.entries.items():
             _write(child, path / name)
-    else:
+    elif isinstance(node, File):
         _write_file(node, path)
 
 

@@ -27,7 +27,7 @@ import pyfuse3.asyncio
 
 from tenplexrun.errors import DataError
 from tenplexrun.vfs.mounts import clear, raise_read_ahead
-from tenplexrun.vfs.view import Directory, File, Link, Node
+from tenplexrun.vfs.view import Directory, File, Link, Live, Node
 
 _CACHE_S = 3600.0
 _FRESH_S = 1.0  # directories change when rounds come and go
@@ -57,27 +57,29 @@ def _guarded(handler: _Handler) -> _Handler:
         except pyfuse3.FUSEError:
             raise
         except Exception as error:
-            with contextlib.suppress(OSError):  # whoever read our messages may have gone
-                print(f"dataset view: {handler.__name__} failed: {type(error).__name__}: {error}", file=sys.stderr)
+            if isinstance(error, OSError) and error.errno == errno.ESTALE:
+                raise pyfuse3.FUSEError(errno.ESTALE) from error
+            args[0].report(f"{handler.__name__} failed: {type(error).__name__}: {error}")
             raise pyfuse3.FUSEError(errno.EIO) from error
 
     return guard  # type: ignore[return-value]
 
 
 class Mount(pyfuse3.Operations):  # type: ignore[misc]
-    """Serves trees below `path`. `show`/`drop` change them; `run` answers the kernel until unmounted or `stop`ped."""
+    """Serves `root` and other trees below `path`. `show`/`drop` change them; `run` answers the kernel until unmounted
+    or `stop`ped. `report` is told what a handler failed with."""
 
     supports_dot_lookup = False
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, root: Directory, report: Callable[[str], None]) -> None:
         super().__init__()
-        self._path = path
+        self._path, self.report = path, report
         self._numbers = itertools.count(pyfuse3.ROOT_INODE)
         self._inodes: dict[int, _Inode] = {}
         self._open_directories: dict[int, list[tuple[str, _Inode]]] = {}
         self._handles = itertools.count(1)
         self._born_ns = time.time_ns()
-        self._root = self._grow(Directory({}))
+        self._root = self._grow(root)
 
     def start(self) -> None:
         """Mount, in place of whatever a killed predecessor left there. Raises DataError with the reason if refused."""
@@ -122,6 +124,15 @@ class Mount(pyfuse3.Operations):  # type: ignore[misc]
         self._detach(shelf.pop(name, None))
         shelf[name] = self._grow(node)
 
+    def _refresh(self, inode: _Inode) -> None:
+        """A live directory gets what is there now, new inodes for what has changed."""
+        if isinstance(inode.node, Live):
+            found = inode.node.entries()
+            for name in [name for name, child in inode.listed.items() if child.node is not found.get(name)]:
+                self._detach(inode.listed.pop(name))
+            for name in found.keys() - inode.listed.keys():
+                inode.listed[name] = self._grow(found[name])
+
     def _grow(self, node: Node) -> _Inode:
         inode = _Inode(next(self._numbers), node)
         self._inodes[inode.number] = inode
@@ -144,11 +155,12 @@ class Mount(pyfuse3.Operations):  # type: ignore[misc]
         return self._inodes[number]
 
     def _child(self, parent: _Inode, name: str) -> _Inode:
-        if not isinstance(parent.node, Directory):
+        if not isinstance(parent.node, Directory | Live):
             raise pyfuse3.FUSEError(errno.ENOTDIR)
+        self._refresh(parent)
         found = parent.listed.get(name) or parent.unlisted.get(name)
         if found is None:
-            hidden = parent.node.hidden(name)
+            hidden = parent.node.hidden(name) if isinstance(parent.node, Directory) else None
             if hidden is None:
                 raise pyfuse3.FUSEError(errno.ENOENT)
             found = parent.unlisted[name] = self._grow(hidden)
@@ -204,6 +216,7 @@ class Mount(pyfuse3.Operations):  # type: ignore[misc]
     @_guarded
     async def opendir(self, inode: int, ctx: object) -> int:
         handle = next(self._handles)
+        self._refresh(self._inode(inode))
         self._open_directories[handle] = sorted(self._inode(inode).listed.items())
         return handle
 

@@ -1,9 +1,9 @@
 """The process of the dataset view: `python -m tenplexrun.vfs.server '{"dir": ..., "socket": ..., "mode": "auto"}'`.
 
-`dir` is the node's directory: samples go to its `extents/`, the view to its `view/`. `socket` is the path of the
-control socket (protocol of `tenplexrun.channel`), `mode` one of auto, fuse, farm. What is shown is noted in
-`views.json`, so that a process started after a kill -9 shows the same again. SIGTERM and SIGINT unmount and end with
-exit code 0.
+`dir` is the node's directory: samples go to its `extents/`, the view to its `view/`, the store's folder is `arena/`.
+`socket` is the path of the control socket (protocol of `tenplexrun.channel`), `mode` one of auto, fuse, farm. What is
+shown is noted in `views.json`, so that a process started after a kill -9 shows the same again. SIGTERM and SIGINT
+unmount and end with exit code 0.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import threading
+import weakref
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,8 @@ from tenplexrun.errors import DataError, ProcessError, TenplexError, UsageError
 from tenplexrun.samples import Extents
 from tenplexrun.vfs import farm
 from tenplexrun.vfs.extents import load
-from tenplexrun.vfs.view import Directory, tree, window
+from tenplexrun.vfs.state import Snapshots
+from tenplexrun.vfs.view import Directory, Live, tree, window
 
 Record = dict[str, Any]
 MODES = ("auto", "fuse", "farm")
@@ -53,12 +55,25 @@ class Chosen:
     stop: Callable[[], None] = lambda: None
 
 
-def choose(mode: str, path: Path) -> Chosen:
+class Reporter:
+    """Tells stderr and whoever is connected what went wrong, as the notification "failed"."""
+
+    def __init__(self) -> None:
+        self.listeners: weakref.WeakSet[channel.Channel] = weakref.WeakSet()
+
+    def __call__(self, message: str) -> None:
+        with contextlib.suppress(OSError):  # whoever read our messages may have gone
+            print(f"dataset view: {message}", file=sys.stderr)
+        for listener in list(self.listeners):
+            listener.notify("failed", message=message)
+
+
+def choose(mode: str, home: Path, report: Callable[[str], None]) -> Chosen:
     """Mount, or fall back to files. Raises DataError where mode="fuse" and FUSE cannot be had."""
-    refused = "asked for"
+    refused, path = "asked for", home / "view"
     if mode != "farm":
         try:
-            return _mount(path)
+            return _mount(path, Directory({"state": Live(Snapshots(home / "arena"))}), report)
         except DataError as error:
             refused = str(error)
     if mode == "fuse":
@@ -68,14 +83,14 @@ def choose(mode: str, path: Path) -> Chosen:
     return Chosen(surface, "farm", refused)
 
 
-def _mount(path: Path) -> Chosen:
+def _mount(path: Path, root: Directory, report: Callable[[str], None]) -> Chosen:
     if not os.path.exists("/dev/fuse"):
         raise DataError("there is no /dev/fuse")
     try:
         from tenplexrun.vfs.mount import Mount
     except ImportError as error:
         raise DataError(f"pyfuse3 cannot be imported ({error})") from error
-    mount = Mount(path)
+    mount = Mount(path, root, report)
     mount.start()
     return Chosen(mount, "fuse", f"mounted at {path}", mount.run, mount.stop)
 
@@ -181,12 +196,13 @@ async def serve(home: Path, socket: str, mode: str) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    chosen = choose(mode, home / "view")
+    report = Reporter()
+    chosen = choose(mode, home, report)
     views = Views(chosen, home)
     kernel = asyncio.ensure_future(chosen.serving() if chosen.serving else stop.wait())
     try:
         await views.restore()
-        await channel.serve(f"unix:{socket}", views.handle)
+        await channel.serve(f"unix:{socket}", views.handle, report.listeners.add)
         await asyncio.wait({kernel, asyncio.ensure_future(stop.wait())}, return_when=asyncio.FIRST_COMPLETED)
         if not stop.is_set():
             why = kernel.exception() or "somebody else unmounted it"

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -57,7 +58,14 @@ class Directory:
     hidden: Callable[[str], Directory | None] = lambda name: None
 
 
-Node = File | Link | Directory
+@dataclass(frozen=True, slots=True)
+class Live:
+    """A directory whose `entries` are asked for each time it is looked at: one that has changed is another object."""
+
+    entries: Callable[[], Mapping[str, Node]]
+
+
+Node = File | Link | Directory | Live
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,12 +141,11 @@ def tree(shown: Window, extents: Extents) -> Directory:
     entries: dict[str, Node] = {name: file for name, _, _, file in packs}
     entries["list.txt"] = _text("".join(f"{name}\n" for name, _, _, _ in packs))
     entries["batch-sizes.txt"] = _lines(shown.batch_sizes[0], shown.full_steps, shown.batch_sizes[1])
-    entries["order.npy"] = _array(shown.num_rows, np.dtype(np.int64), lambda first, count: shown.rows(first, count)[0])
-    entries["weights.npy"] = _array(
-        shown.num_rows, np.dtype(np.float64), lambda first, count: shown.rows(first, count)[1]
-    )
-    entries["cursor.json"] = _json(_cursor(shown))
-    entries["index.json"] = _json(
+    num_rows = (shown.num_rows,)
+    entries["order.npy"] = array_file(num_rows, np.dtype(np.int64), lambda first, count: shown.rows(first, count)[0])
+    entries["weights.npy"] = array_file(num_rows, np.dtype(float), lambda first, count: shown.rows(first, count)[1])
+    entries["cursor.json"] = json_file(_cursor(shown))
+    entries["index.json"] = json_file(
         {
             "version": VERSION,
             "samples": extents.catalogue.to_json(),
@@ -194,15 +201,15 @@ def _cursor(shown: Window) -> dict[str, Any]:
     }
 
 
-def _array(num_rows: int, dtype: np.dtype[Any], rows: _Rows) -> File:
-    """A one-dimensional .npy file."""
+def array_file(shape: tuple[int, ...], dtype: np.dtype[Any], elements: _Rows) -> File:
+    """A .npy file; `elements(first, count)` computes some of its elements, row-major."""
     header = io.BytesIO()
-    description = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (num_rows,)}
+    description = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
     np.lib.format.write_array_header_1_0(header, description)
-    return _records(header.getvalue(), num_rows, dtype.itemsize, rows)
+    return _records(header.getvalue(), math.prod(shape), dtype.itemsize, elements)
 
 
-def _json(record: dict[str, Any]) -> File:
+def json_file(record: dict[str, Any]) -> File:
     return _text(json.dumps(record, indent=1) + "\n")
 
 

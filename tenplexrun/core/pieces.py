@@ -8,11 +8,13 @@ An `Index` is everything a node knows of a snapshot. As JSON (the file that `Sto
      "pieces": [{"fqn", "region", "dtype", "file", "offset", "num_bytes", "checksum"}, ...]}
 
 `file` is relative to the index's own folder, `offset` a multiple of 64 bytes, `checksum` xxh3_64 as 16 hex digits.
-Pieces of one tensor may overlap: replicas are equal.
+Pieces of one tensor may overlap: replicas are equal. The names of an index and of its layout are `index_name`'s and
+`layout_name`'s.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -23,6 +25,17 @@ from tenplexrun.core.snapshots import AnyClaim, SnapshotId, claim_from_json
 from tenplexrun.errors import LayoutError
 
 INDEX_VERSION = 1
+
+
+def index_name(snapshot: SnapshotId) -> str:
+    """The file that holds a snapshot's index. It is there as long as the snapshot is: it goes before any of its pieces
+    is written over."""
+    return f"snapshot-{snapshot.round}-{snapshot.step}-{snapshot.digest}.json"
+
+
+def layout_name(digest: str) -> str:
+    """The file that holds a layout."""
+    return f"layout-{digest}.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +152,33 @@ def run_start(box: Region, shape: Sequence[int]) -> int | None:
         start += offset * size
         size *= width
     return start
+
+
+def row_major_boxes(lengths: Sequence[int], first: int, last: int) -> Iterator[Region]:
+    """Boxes that are the elements [first, last) of a row-major array of these lengths, in that order, each one run of
+    it; at most two a dim."""
+    if first >= last:
+        return
+    if not lengths:
+        yield Region((), ())
+        return
+    size = math.prod(lengths[1:])
+    (row, skip), (end, rest) = divmod(first, size), divmod(last, size)
+    if row == end:
+        yield from _in_row(row, row_major_boxes(lengths[1:], skip, rest))
+        return
+    if skip:
+        yield from _in_row(row, row_major_boxes(lengths[1:], skip, size))
+        row += 1
+    if row < end:
+        yield Region((row, *(0 for _ in lengths[1:])), (end - row, *lengths[1:]))
+    if rest:
+        yield from _in_row(end, row_major_boxes(lengths[1:], 0, rest))
+
+
+def _in_row(row: int, boxes: Iterator[Region]) -> Iterator[Region]:
+    for box in boxes:
+        yield Region((row, *box.offsets), (1, *box.lengths))
 
 
 def row_blocks(region: Region, max_elements: int) -> Iterator[Region]:

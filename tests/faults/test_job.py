@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
+import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cluster import Cluster
@@ -71,6 +74,24 @@ def test_a_lost_node_that_hosted_rank_0_is_replaced_by_a_spare(cluster: Cluster)
     end(cluster)
 
 
+@pytest.mark.slow
+def test_a_view_that_hangs_is_replaced_while_training_goes_on(cluster: Cluster) -> None:
+    cluster.start("a", "127.0.0.1", ["--nnodes=1:1", *TWO], GPT)
+    cluster.wait_round(0, 1)
+    if cluster.event("a", "started")["view"] != "fuse":
+        pytest.skip("no FUSE here")
+    cluster.progress(2)
+    shown = Path(cluster.event("a", "started")["dir"]) / "view" / "state" / "current"
+    assert len(list(shown.glob("*.npy"))) > 10
+    os.kill(process(cluster, "a", "tenplexrun.vfs.server"), signal.SIGSTOP)
+    cluster.progress(2)
+    assert "hangs" in cluster.event("a", "view_failed")["message"]
+    cluster.event("a", "process_ended")
+    cluster.wait(lambda: os.path.isdir(shown), "the state shown again")
+    cluster.progress(2)
+    end(cluster)
+
+
 def test_killed_store_and_view_come_back_and_still_hold_all(cluster: Cluster) -> None:
     start_two(cluster)
     cluster.wait_round(0, 2)
@@ -109,7 +130,16 @@ def test_a_layout_that_cannot_be_is_refused_and_the_job_goes_on(cluster: Cluster
     cluster.progress(3)
     words = re.compile(r"round 0 running (.*\n)+  in step \d+; 5 restart\(s\) left\n(.*\n)*  node .* ranks 0")
     cluster.wait(lambda: words.search(cluster.ctl("status").stdout), "the step in the status")
+    assert curl(cluster, "/v1/snapshots/newest")["tensors"]
     end(cluster)
+
+
+def curl(cluster: Cluster, path: str) -> dict[str, Any]:
+    """What the store of some node tells a person."""
+    address = re.findall(r"store (\S+)", cluster.ctl("status").stdout)[0]
+    token = cluster.ctl("token").stdout.strip()
+    argv = ["curl", "-sSf", "--max-time", "60", "-H", f"Authorization: Bearer {token}", f"http://{address}{path}"]
+    return dict(json.loads(subprocess.run(argv, capture_output=True, check=True).stdout))
 
 
 def test_survivors_go_on_when_a_node_dies_under_a_script_that_only_reads_variables(
