@@ -278,7 +278,8 @@ class Session:
         return started if counting else None
 
     async def parked(self, hold: int) -> None:
-        """Return when every worker here waits before step `hold` and the snapshot of that step is sealed."""
+        """All nodes stop before step `hold`. Return when every worker here waits there, and that is sealed."""
+        self._page.final = hold
         while not (self._page.all_parked(hold) and self._sealed_step >= hold):
             await asyncio.sleep(POLL_S)
 
