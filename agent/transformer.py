@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import time
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,9 @@ from tenplexrun.core.snapshots import Claim, holders_of
 from tenplexrun.core.validation import validate_part
 from tenplexrun.errors import TenplexError
 from tenplexrun.ports import StoreClient
+
+FIRST_NEWS_S, LAST_NEWS_S = 2.0, 30.0
+"""When people first hear of a move that is under way, and how often at the least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +81,7 @@ class Transformer:
         claim = Claim(round_.parallel, tuple(mine.ranks))
         fetches = [self._fetch(fetch, addresses, node, holders) for fetch in plan.fetches]
         snapshot = round_.snapshot.to_json()
-        moved = await self._store.pull(snapshot, record, claim.to_json(), fetches)
+        moved = await self._pull(round_.number, self._store.pull(snapshot, record, claim.to_json(), fetches))
         index = await self._store.index(snapshot)
         content = json.loads(Path(index).read_bytes())
         self._events.emit(
@@ -90,6 +96,34 @@ class Transformer:
             absent=list(plan.absent),
         )
         return Restored(round_.snapshot.step, int(content["consumed"]), snapshot, index, content["values"])
+
+    async def _pull(self, number: int, pulling: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
+        """Wait for it, and tell people how far it is. Cancelled: the store stops, too."""
+        task = asyncio.ensure_future(pulling)
+        began, pause = time.monotonic(), FIRST_NEWS_S
+        try:
+            while not (await asyncio.wait([task], timeout=pause))[0]:
+                with contextlib.suppress(TenplexError):  # the store is being started again: `task` knows more
+                    self._tell(number, await self._store.progress(), time.monotonic() - began)
+                pause = min(2 * pause, LAST_NEWS_S)
+            return task.result()
+        except asyncio.CancelledError:
+            task.cancel()
+            with contextlib.suppress(TenplexError):
+                await self._store.abandon()
+            self._events.emit("move_abandoned", round=number)
+            raise
+
+    def _tell(self, number: int, progress: dict[str, Any], seconds: float) -> None:
+        num_bytes, total = progress["num_bytes"], progress["total_bytes"]
+        self._events.emit("moving", round=number, num_bytes=num_bytes, total_bytes=total, seconds=seconds)
+        if total:
+            rate = num_bytes / seconds
+            left = f", {(total - num_bytes) / rate:.0f} s left" if 0 < num_bytes < total else ""
+            self._events.say(
+                f"moving state: {num_bytes / 2**20:.0f} of {total / 2**20:.0f} MiB ({num_bytes / total:.0%}) "
+                f"in {seconds:.0f} s, {rate / 2**20:.0f} MiB/s{left}"
+            )
 
     def _plan(self, node: str, round_: Round, layout: Layout, holders: Holders) -> NodePlan:
         target = PTC(layout, round_.parallel, round_.rank_nodes())

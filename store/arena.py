@@ -216,6 +216,11 @@ class Arena:
             holdings += [self._holding(index, claim) for claim in index.claims]
         return holdings
 
+    def snapshots(self) -> list[Index]:
+        """All that are here, the newest last."""
+        with self._lock:
+            return [self._indexes[snapshot] for snapshot in sorted(self._indexes)]
+
     def has(self, snapshot: SnapshotId) -> bool:
         return snapshot in self._indexes
 

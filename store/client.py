@@ -58,6 +58,9 @@ class StoreClient:
         """{"num_bytes", "total_bytes"} of the pulls under way."""
         return await self._caller.request("progress")
 
+    async def abandon(self) -> None:
+        await self._caller.request("abandon")
+
     async def index(self, snapshot: Record) -> str:
         return str((await self._caller.request("index", snapshot=snapshot))["path"])
 

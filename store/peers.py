@@ -1,6 +1,7 @@
 """What a store gives to other nodes' stores: regions of its snapshots, and layouts. See `wire` for the protocol.
 
-A thread a connection. Whole runs of a file go out by sendfile, anything else is gathered in bounded blocks.
+A thread a connection. Whole runs of a file go out by sendfile, anything else is gathered in bounded blocks. The first
+byte of a connection tells our protocol from HTTP, which `web` answers.
 """
 
 from __future__ import annotations
@@ -11,32 +12,30 @@ import socket
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import xxhash
 
-from tenplexrun.core.pieces import Piece, copies, row_blocks, run_start
+from tenplexrun.core.pieces import Piece
 from tenplexrun.core.regions import Region
 from tenplexrun.errors import StoreError, TenplexError, WireError
-from tenplexrun.store import wire
+from tenplexrun.store import reading, wire
 from tenplexrun.store.arena import Arena
 from tenplexrun.store.files import MappedFile
-from tenplexrun.store.sockets import CHUNK_BYTES, Outbox, receive_frame, tune
+from tenplexrun.store.sockets import Outbox, receive_frame, tune
+from tenplexrun.store.web import Counters, Web
 
 log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 64
-ITEMS: dict[int, str] = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
-"""numpy types that carry an element's bits, by size: torch has types that numpy lacks."""
 
 
 class PeerServer:
     """Serves peers from daemon threads, for as long as the process lives or until `close`."""
 
-    def __init__(self, arena: Arena, token: bytes, timeout_s: float = 30.0) -> None:
+    def __init__(self, arena: Arena, token: bytes, timeout_s: float = 30.0, counters: Counters | None = None) -> None:
         self._arena, self._token, self._timeout_s = arena, token, timeout_s
+        self._counters = counters or Counters()
+        self._web = Web(arena, token, timeout_s, self._counters)
         self._places = threading.BoundedSemaphore(MAX_CONNECTIONS)
         self._listener: socket.socket | None = None
 
@@ -71,17 +70,22 @@ class PeerServer:
         try:
             with sock:
                 tune(sock, self._timeout_s)
-                while self._answer_next(sock):
-                    pass
+                first = sock.recv(1)
+                if first == wire.MAGIC[:1]:
+                    while self._answer_next(sock, first):
+                        first = b""
+                elif first:
+                    self._web.serve(sock, first)
         except (TenplexError, OSError) as error:
             log.info("a peer's connection ended: %s", error)
         finally:
             self._places.release()
 
-    def _answer_next(self, sock: socket.socket) -> bool:
-        """Answer one request. Returns False at the connection's end; nonsense or a wrong token end it too."""
+    def _answer_next(self, sock: socket.socket, first: bytes) -> bool:
+        """Answer one request, of which `first` has been read. False at the connection's end, or after
+        nonsense or a wrong token."""
         try:
-            header = receive_frame(sock, wire.REQUEST, self._timeout_s)
+            header = receive_frame(sock, wire.REQUEST, self._timeout_s, first)
             if header is None:
                 return False
             token, request = wire.parse_request(header)
@@ -110,17 +114,16 @@ class PeerServer:
 
     def _send_regions(self, sock: socket.socket, request: wire.Read) -> None:
         """Errors leave before the first byte of the stream does; what fails later ends the connection."""
-        by_fqn: dict[str, list[Piece]] = {}
-        for piece in self._arena.get(request.snapshot).pieces:
-            by_fqn.setdefault(piece.fqn, []).append(piece)
+        by_fqn = reading.by_name(self._arena.get(request.snapshot).pieces)
         jobs = [(region, _holding(fqn, region, by_fqn)) for fqn, region in request.regions]
-        described = [[region.num_elements * _item_bytes(pieces[0]), pieces[0].dtype] for region, pieces in jobs]
+        described = [[region.num_elements * reading.item_bytes(pieces[0]), pieces[0].dtype] for region, pieces in jobs]
         files = {name: self._arena.file(name) for name in {piece.file for _, pieces in jobs for piece in pieces}}
         out = Outbox(sock)
         out.put(wire.encode_answer({"regions": described}))
         try:
             for region, pieces in jobs:
                 _send_region(out, region, pieces, files)
+                self._counters.sent(region.num_elements * reading.item_bytes(pieces[0]))
             out.flush()
         except (TenplexError, ValueError) as error:
             raise OSError(f"cannot go on with the stream: {error}") from error
@@ -128,50 +131,24 @@ class PeerServer:
 
 def _send_region(out: Outbox, region: Region, pieces: Sequence[Piece], files: Mapping[str, MappedFile]) -> None:
     """The region's bytes and their checksum."""
-    piece, item = pieces[0], _item_bytes(pieces[0])
-    start = run_start(region.relative_to(piece.region), piece.region.lengths) if len(pieces) == 1 else None
+    start = reading.run_of(region, pieces)
     if start is None:
-        checksum = _gather(out, region, pieces, files)
+        digest = xxhash.xxh3_64()
+        for block in reading.blocks(region, pieces, files):
+            digest.update(block)
+            out.put(block)
+        checksum = digest.intdigest()
     else:
-        file, begin, num_bytes = files[piece.file], piece.offset + start * item, region.num_elements * item
-        out.put_run(file, begin, num_bytes)
+        piece, num_bytes = pieces[0], region.num_elements * reading.item_bytes(pieces[0])
+        out.put_run(files[piece.file], start, num_bytes)
         # a whole piece keeps the checksum of its sealing, so it is proved from memory to memory
-        run = file.view[begin : begin + num_bytes]
+        run = files[piece.file].view[start : start + num_bytes]
         checksum = piece.checksum if region == piece.region else xxhash.xxh3_64_intdigest(run)
     out.put(wire.CHECKSUM.pack(checksum))
 
 
-def _gather(out: Outbox, region: Region, pieces: Sequence[Piece], files: Mapping[str, MappedFile]) -> int:
-    """Send `region` from the pieces that hold its parts, block by block. Returns its checksum."""
-    item = _item_bytes(pieces[0])
-    arrays = {piece: _array(piece, files[piece.file].view) for piece in pieces}
-    digest = xxhash.xxh3_64()
-    for block in row_blocks(region, CHUNK_BYTES // item):
-        values = np.empty(block.lengths, ITEMS[item])
-        for copy in copies(block, pieces):
-            values[copy.dest.slices] = arrays[copy.piece][copy.source.slices]
-        data = values.reshape(-1).view(np.uint8).data
-        digest.update(data)
-        out.put(data)
-    return digest.intdigest()
-
-
-def _array(piece: Piece, view: memoryview) -> npt.NDArray[Any]:
-    """The elements of a piece in its file, shaped like its region."""
-    flat = np.frombuffer(view, ITEMS[_item_bytes(piece)], piece.region.num_elements, piece.offset)
-    return flat.reshape(piece.region.lengths)
-
-
 def _holding(fqn: str, region: Region, by_fqn: Mapping[str, Sequence[Piece]]) -> list[Piece]:
-    """The pieces that `region` can be put together from, one if one will do. Raises LayoutError on a gap."""
+    """See `reading.holding`. Raises LayoutError on a gap."""
     if region.is_empty:
         raise WireError(f"an empty region of {fqn} was asked for: there is nothing to send")
-    held = by_fqn.get(fqn, ())
-    whole = [piece for piece in held if piece.region.contains(region)]
-    if whole:
-        return [next((piece for piece in whole if piece.region == region), whole[0])]
-    return list(dict.fromkeys(copy.piece for copy in copies(region, held)))
-
-
-def _item_bytes(piece: Piece) -> int:
-    return piece.num_bytes // piece.region.num_elements
+    return reading.holding(region, by_fqn.get(fqn, ()))

@@ -13,10 +13,10 @@ from tenplexrun.core.pieces import Index, Piece
 from tenplexrun.core.records import Record
 from tenplexrun.core.regions import Region
 from tenplexrun.core.snapshots import Claim, SnapshotId
-from tenplexrun.errors import StoreError
+from tenplexrun.errors import PeerLostError, StoreError
 from tenplexrun.store import wire
 from tenplexrun.store.arena import Arena
-from tenplexrun.store.transfer import Part, Peers, Pull
+from tenplexrun.store.transfer import AGAIN_S, Part, Peers, Pull
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +48,15 @@ class Order:
 
 
 class PullJob:
-    """Carries out an order. `run` blocks; `cancel` from another thread ends it with a WireError."""
+    """Carries out an order. `run` blocks; `cancel` from another thread ends it with a WireError.
 
-    def __init__(self, arena: Arena, peers: Peers, order: Order) -> None:
+    `patience_s`: see `Pull`.
+    """
+
+    def __init__(self, arena: Arena, peers: Peers, order: Order, patience_s: float = 0.0) -> None:
         self._arena, self._peers, self._order = arena, peers, order
-        self._pull = Pull(peers, order.snapshot, order.parts)
+        self._patience_s = patience_s
+        self._pull = Pull(peers, order.snapshot, order.parts, patience_s=patience_s)
         self.progress = self._pull.progress
 
     def cancel(self) -> None:
@@ -74,7 +78,13 @@ class PullJob:
         if self._arena.has(snapshot):
             return self._arena.get(snapshot)
         addresses = [address for part in self._order.parts for address in part.addresses]
-        return self._peers.ask(addresses, wire.Describe(snapshot), lambda answer: Index.from_json(answer.get("index")))
+        until = time.monotonic() + self._patience_s
+        while True:
+            try:
+                return self._peers.ask(addresses, wire.Describe(snapshot), _index_of)
+            except PeerLostError:
+                if self.progress.cancelled.wait(AGAIN_S) or time.monotonic() >= until:
+                    raise
 
     def _fetch(self) -> list[Piece]:
         order = self._order
@@ -88,6 +98,10 @@ class PullJob:
             Piece(part.fqn, part.region, part.dtype, file, part.offset, part.num_bytes, checksum)
             for part, checksum in zip(order.parts, checksums, strict=True)
         ]
+
+
+def _index_of(answer: Record) -> Index:
+    return Index.from_json(answer.get("index"))
 
 
 def _part(record: object, layout: Layout, offset: int) -> Part:

@@ -35,8 +35,14 @@ from tenplexrun.store.peers import PeerServer
 from tenplexrun.store.pulls import Order, PullJob
 from tenplexrun.store.replication import ReplicaJob
 from tenplexrun.store.transfer import Peers
+from tenplexrun.store.web import Counters
 
 log = logging.getLogger(__name__)
+
+PATIENCE = 2
+"""Sources that went away are asked again for so many times the longest wait for any progress."""
+ABANDON_S = 2.0
+"""The longest wait for a pull that was cancelled: one that is just connecting sees it late."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +77,9 @@ class Config:
 class Control:
     """Answers the agent: one operation a method of `ports.StoreClient`. Blocking work runs in threads."""
 
-    def __init__(self, arena: Arena, peers: Peers, port: int) -> None:
-        self._arena, self._peers, self._port = arena, peers, port
-        self._jobs: set[PullJob] = set()
+    def __init__(self, arena: Arena, peers: Peers, port: int, counters: Counters) -> None:
+        self._arena, self._peers, self._port, self._counters = arena, peers, port, counters
+        self._pulls: dict[PullJob, asyncio.Future[Record]] = {}
         self._replicating: ReplicaJob | None = None
         self._one_replication = asyncio.Lock()
         self._ops: dict[str, Callable[[Record], Awaitable[Record]]] = {
@@ -85,6 +91,7 @@ class Control:
             "inventory": self._inventory,
             "pull": self._pull,
             "progress": self._progress,
+            "abandon": self._abandon,
             "index": self._index,
             "layout": self._layout,
         }
@@ -121,7 +128,9 @@ class Control:
             job = ReplicaJob(self._arena, self._peers, where, args["stores"])
             self._replicating = job
             try:
-                return await asyncio.to_thread(job.run)
+                done = await asyncio.to_thread(job.run)
+                self._counters.received(done["num_bytes"])
+                return done
             finally:
                 job.cancel()
 
@@ -134,20 +143,37 @@ class Control:
         return {}
 
     async def _inventory(self, _: Record) -> Record:
-        self._abandon_replication()
+        await self._abandon({})
         return {"holdings": [holding.to_json() for holding in await asyncio.to_thread(self._arena.inventory)]}
 
     async def _pull(self, args: Record) -> Record:
-        job = PullJob(self._arena, self._peers, Order.from_json(args))
-        self._jobs.add(job)
+        job = PullJob(self._arena, self._peers, Order.from_json(args), PATIENCE * self._peers.timeout_s)
+        running = asyncio.ensure_future(asyncio.to_thread(job.run))
+        self._pulls[job] = running
+        running.add_done_callback(lambda _: self._ended(job))
         try:
-            return await asyncio.to_thread(job.run)
+            done = await asyncio.shield(running)
+            self._counters.received(done["num_bytes"])
+            return done
         finally:
             job.cancel()  # matters where this task was cancelled: the agent has gone
-            self._jobs.discard(job)
+
+    def _ended(self, job: PullJob) -> None:
+        running = self._pulls.pop(job)
+        if not running.cancelled():
+            running.exception()  # whoever asked may have gone
+
+    async def _abandon(self, _: Record) -> Record:
+        """A new round has other plans: end what is under way, and give back its memory."""
+        self._abandon_replication()
+        for job in self._pulls:
+            job.cancel()
+        if self._pulls:
+            await asyncio.wait(self._pulls.values(), timeout=ABANDON_S)
+        return {}
 
     async def _progress(self, _: Record) -> Record:
-        going = [job.progress for job in self._jobs]
+        going = [job.progress for job in self._pulls]
         return {"num_bytes": sum(p.num_bytes for p in going), "total_bytes": sum(p.total_bytes for p in going)}
 
     async def _index(self, args: Record) -> Record:
@@ -177,12 +203,13 @@ async def serve(config: Config) -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the agent's to handle: the state outlives the workers
     arena = Arena.open(config.folder, config.limit_bytes)
-    peer_server = PeerServer(arena, config.token.encode(), config.timeout_s)
+    counters = Counters()
+    peer_server = PeerServer(arena, config.token.encode(), config.timeout_s, counters)
     # Killed and started again, it must be where its peers know it to be.
     remembered = config.folder / "port"
     port = peer_server.start(config.host, int(remembered.read_text()) if remembered.exists() else 0)
     remembered.write_text(str(port))
-    control = Control(arena, Peers(config.token, config.timeout_s), port)
+    control = Control(arena, Peers(config.token, config.timeout_s), port, counters)
     server, _ = await channel.serve(f"unix:{config.socket}", control.handle)
     await server.serve_forever()
 

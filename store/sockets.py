@@ -8,7 +8,7 @@ import socket
 import time
 
 from tenplexrun.core.records import Record
-from tenplexrun.errors import WireError
+from tenplexrun.errors import PeerLostError
 from tenplexrun.store.files import MappedFile
 from tenplexrun.store.wire import FrameReader
 
@@ -27,40 +27,42 @@ def tune(sock: socket.socket, timeout_s: float) -> None:
     sock.settimeout(timeout_s)
 
 
-def receive_frame(sock: socket.socket, kind: int, timeout_s: float) -> Record | None:
+def receive_frame(sock: socket.socket, kind: int, timeout_s: float, first: bytes = b"") -> Record | None:
     """One frame's header, complete within `timeout_s` after its first bytes; None if the peer ended before them.
+    `first`: what has been read of it already.
 
-    Raises WireError on nonsense, a stalled or broken connection. What follows the frame is not read.
+    Raises WireError on nonsense, PeerLostError on a stalled or broken connection. What follows the frame is not read.
     """
     reader = FrameReader(kind)
-    deadline: float | None = None
+    reader.feed(first)
+    deadline = time.monotonic() + timeout_s if first else None
     while True:
         try:
             data = sock.recv(min(reader.needed, CHUNK_BYTES))
         except OSError as error:
-            raise WireError(f"lost the peer while waiting for its message: {error}") from error
+            raise PeerLostError(f"lost the peer while waiting for its message: {error}") from error
         if not data and deadline is None:
             return None
         if not data:
-            raise WireError("the peer closed the connection in the middle of a message")
+            raise PeerLostError("the peer closed the connection in the middle of a message")
         header = reader.feed(data)
         if header is not None:
             return header
         deadline = deadline or time.monotonic() + timeout_s
         if time.monotonic() > deadline:
-            raise WireError(f"the peer did not finish a message within {timeout_s} s")
+            raise PeerLostError(f"the peer did not finish a message within {timeout_s} s")
 
 
 def receive_into(sock: socket.socket, view: memoryview) -> None:
-    """Fill `view` from the stream. Raises WireError when the peer goes away or stalls."""
+    """Fill `view` from the stream. Raises PeerLostError when the peer goes away or stalls."""
     position = 0
     while position < len(view):
         try:
             count = sock.recv_into(view[position:])
         except OSError as error:
-            raise WireError(f"lost the peer in the middle of a region: {error}") from error
+            raise PeerLostError(f"lost the peer in the middle of a region: {error}") from error
         if not count:
-            raise WireError("the peer closed the connection in the middle of a region")
+            raise PeerLostError("the peer closed the connection in the middle of a region")
         position += count
 
 

@@ -1,7 +1,8 @@
 """Pulls regions from peers' stores straight into mapped memory, from all of them at once.
 
 Each source gets up to two streams. A region that a source did not deliver whole and with the right checksum is asked
-of its next holder; with none left the pull fails, and says what each of them did.
+of its next holder. When all have been asked, those that went away or stalled in mid-stream are asked again for a while:
+a store that was killed is started again by its agent. Then the pull fails, and says what each of them did.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +24,7 @@ from tenplexrun.core.layout import Layout
 from tenplexrun.core.records import Record
 from tenplexrun.core.regions import Region
 from tenplexrun.core.snapshots import SnapshotId
-from tenplexrun.errors import TenplexError, WireError
+from tenplexrun.errors import PeerLostError, TenplexError, WireError
 from tenplexrun.store import wire
 from tenplexrun.store.sockets import CHUNK_BYTES, receive_frame, receive_into, tune
 
@@ -30,6 +32,8 @@ STREAMS_PER_SOURCE = 2
 MAX_STREAMS = 32
 BATCH_REGIONS = 4096
 BATCH_BYTES = 256 << 20
+CONNECT_TIMEOUT_S = 5.0
+AGAIN_S = 0.2
 
 
 Answer = TypeVar("Answer")
@@ -72,15 +76,17 @@ class Peers:
     timeout_s: float = 20.0
 
     def ask(self, addresses: Iterable[str], request: wire.Request, read: Callable[[Record], Answer]) -> Answer:
-        """What `read` makes of the first good answer of one of `addresses`. Raises WireError with all reasons."""
-        reasons = {}
+        """What `read` makes of the first good answer of one of `addresses`. Raises WireError with all reasons,
+        PeerLostError where one of them may still answer."""
+        reasons: dict[str, TenplexError] = {}
         for address in dict.fromkeys(addresses):
             try:
                 with self.connect(address) as sock:
                     return read(self.request(sock, request))
             except TenplexError as error:
-                reasons[address] = str(error)
-        raise WireError(f"no peer's store could answer: {_listed(reasons)}")
+                reasons[address] = error
+        away = any(isinstance(error, PeerLostError) for error in reasons.values())
+        raise (PeerLostError if away else WireError)(f"no peer's store could answer: {_listed(reasons)}")
 
     def layout(self, digest: str, addresses: Iterable[str]) -> Layout:
         """The layout of this digest. Raises WireError with all reasons."""
@@ -94,33 +100,43 @@ class Peers:
         return self.ask(addresses, wire.GetLayout(digest), read)
 
     def connect(self, address: str) -> socket.socket:
-        """Raises WireError when nothing listens there."""
+        """Raises PeerLostError when nothing listens there."""
         try:
-            sock = socket.create_connection(split_host_port(address), self.timeout_s)
+            sock = socket.create_connection(split_host_port(address), min(self.timeout_s, CONNECT_TIMEOUT_S))
             tune(sock, self.timeout_s)
         except OSError as error:
-            raise WireError(f"cannot reach the store at {address}: {error}") from error
+            raise PeerLostError(f"cannot reach the store at {address}: {error}") from error
         return sock
 
     def request(self, sock: socket.socket, request: wire.Request) -> Record:
-        """Ask, and wait for the answer's header. Raises what the peer reported, WireError when it is gone."""
+        """Ask, and wait for the answer's header. Raises what the peer reported, PeerLostError when it is gone."""
         try:
             sock.sendall(wire.encode_request(self.token, request))
         except OSError as error:
-            raise WireError(f"lost the peer while asking: {error}") from error
+            raise PeerLostError(f"lost the peer while asking: {error}") from error
         header = receive_frame(sock, wire.ANSWER, self.timeout_s)
         if header is None:
-            raise WireError("the peer closed the connection without an answer")
+            raise PeerLostError("the peer closed the connection without an answer")
         return wire.parse_answer(header)
 
 
 class Pull:
-    """One pull of `parts` of one snapshot, by up to `streams` a source. `run` it once; `cancel` from another thread."""
+    """One pull of `parts` of one snapshot, by up to `streams` a source. `run` it once; `cancel` from another thread.
+
+    `patience_s`: for how long sources that went away are asked again, counted from the last region that arrived.
+    """
 
     def __init__(
-        self, peers: Peers, snapshot: SnapshotId, parts: Sequence[Part], streams: int = STREAMS_PER_SOURCE
+        self,
+        peers: Peers,
+        snapshot: SnapshotId,
+        parts: Sequence[Part],
+        streams: int = STREAMS_PER_SOURCE,
+        patience_s: float = 0.0,
     ) -> None:
         self._peers, self._snapshot, self._parts, self._num_streams = peers, snapshot, parts, streams
+        self._patience_s = patience_s
+        self._away: set[str] = set()
         self._open: set[socket.socket] = set()
         self._into = memoryview(b"")
         self.progress = Progress(sum(part.num_bytes for part in parts))
@@ -130,17 +146,30 @@ class Pull:
     def run(self, into: memoryview) -> list[int]:
         """Fetch everything into `into`; blocks. Returns the checksums in the order of the parts. Raises WireError."""
         self._into = into
-        attempt = 0
+        attempt, arrived, until = 0, 0, time.monotonic()
         while missing := [part for part in self._parts if part not in self._checksums]:
-            lost = [part for part in missing if attempt >= len(part.addresses)]
-            if lost or self.progress.cancelled.is_set():
+            sources = [self._source(part, attempt) for part in missing]
+            again = any(attempt >= len(part.addresses) for part in missing)
+            if None in sources or self.progress.cancelled.is_set() or (again and time.monotonic() >= until):
+                first = missing[sources.index(None) if None in sources else 0]
                 raise WireError(
                     f"{len(missing)} of {len(self._parts)} regions did not arrive, the first is "
-                    f"{(lost or missing)[0].fqn} {(lost or missing)[0].region}: {_listed(self._reasons)}"
+                    f"{first.fqn} {first.region}: {_listed(self._reasons)}"
                 )
-            self._fetch(missing, attempt)
+            if again:
+                self.progress.cancelled.wait(AGAIN_S)
+            self._fetch(missing, sources)
+            if not again or len(self._checksums) > arrived:
+                arrived, until = len(self._checksums), time.monotonic() + self._patience_s
             attempt += 1
         return [self._checksums[part] for part in self._parts]
+
+    def _source(self, part: Part, attempt: int) -> str | None:
+        """Who is asked for it next: each holder in turn, then again those that went away; None if there are none."""
+        if attempt < len(part.addresses):
+            return part.addresses[attempt]
+        away = [address for address in part.addresses if address in self._away]
+        return away[attempt % len(away)] if away else None
 
     def cancel(self) -> None:
         """End it with a WireError now, whatever a peer does."""
@@ -149,11 +178,11 @@ class Pull:
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
 
-    def _fetch(self, missing: Sequence[Part], attempt: int) -> None:
-        """One attempt at each part, at its holder number `attempt`."""
+    def _fetch(self, missing: Sequence[Part], sources: Sequence[str | None]) -> None:
+        """One attempt at each part, at its source."""
         by_address: dict[str, list[Part]] = {}
-        for part in missing:
-            by_address.setdefault(part.addresses[attempt], []).append(part)
+        for part, source in zip(missing, sources, strict=True):
+            by_address.setdefault(str(source), []).append(part)
         queues = [(address, deque(_batches(parts))) for address, parts in by_address.items()]
         with ThreadPoolExecutor(min(MAX_STREAMS, self._num_streams * len(queues)), "pull") as pool:
             streams = [
@@ -169,11 +198,14 @@ class Pull:
         try:
             with self._peers.connect(address) as sock:
                 self._open.add(sock)
-                while not self.progress.cancelled.is_set() and (batch := _next(batches)) is not None:
-                    self._receive(sock, address, batch)
-                self._open.discard(sock)
+                try:
+                    while not self.progress.cancelled.is_set() and (batch := _next(batches)) is not None:
+                        self._receive(sock, address, batch)
+                finally:
+                    self._open.discard(sock)
         except TenplexError as error:
             self._reasons[address] = str(error)
+            (self._away.add if isinstance(error, PeerLostError) else self._away.discard)(address)
 
     def _receive(self, sock: socket.socket, address: str, batch: Sequence[Part]) -> None:
         request = wire.Read(self._snapshot, tuple((part.fqn, part.region) for part in batch))
@@ -216,5 +248,5 @@ def _next(batches: deque[list[Part]]) -> list[Part] | None:
         return None
 
 
-def _listed(reasons: Mapping[str, str]) -> str:
+def _listed(reasons: Mapping[str, object]) -> str:
     return "; ".join(f"{address}: {reason}" for address, reason in reasons.items()) or "no holder is known"

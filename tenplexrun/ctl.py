@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from tenplexrun import explain, inspect_data, rdzv
 from tenplexrun.agent.meeting import find_running
-from tenplexrun.agent.rendezvous import current_epoch, run_ids
+from tenplexrun.agent.rendezvous import current_epoch, launch_token, read_secret, run_ids
 from tenplexrun.core import report, rounds
 from tenplexrun.core.control import NONE
 from tenplexrun.core.parallel import OPTIONAL
@@ -55,6 +55,8 @@ def _parser() -> argparse.ArgumentParser:
 
     status = job_command("status", "what the job is doing now", _status)
     status.add_argument("--json", action="store_true", help="the records themselves")
+    token = job_command("token", "what the job's ports ask for, as in curl -H 'Authorization: Bearer …'", _token)
+    token.add_argument("--secret-file", default=str(Path.home() / ".tenplexrun" / "secret"), help="as the job's")
     resize = job_command("resize", "change the parallelism; the job goes on from the same step", _resize)
     for axis in ("pp", "cp", "ep", "tp"):
         resize.add_argument(f"--{axis}", type=int, default=None, help=f"new size of the axis {axis}")
@@ -95,6 +97,8 @@ def _status(args: argparse.Namespace) -> int:
     else:
         snapshot = f", went on from step {round_.start_step}" if round_.start_step else ""
         print(f"round {round_.number} {round_.phase} at {round_.parallel}{snapshot}; {round_.cause.detail}")
+        if round_.saved is not None:
+            print(f"  last durable checkpoint: step {round_.saved}")
         for progress in _in(content, "progress").values():
             if progress["round"] == round_.number:
                 step = "" if progress["step"] is None else f"in step {progress['step']}; "
@@ -104,7 +108,18 @@ def _status(args: argparse.Namespace) -> int:
     for node, member in sorted(members.items()):
         part = None if round_ is None else round_.participant(node)
         ranks = "waits" if part is None else f"ranks {', '.join(map(str, part.ranks))}"
-        print(f"  node {node} [{member.host}]  {member.num_workers} worker(s)  {ranks}")
+        print(f"  node {node} [{member.host}]  {member.num_workers} worker(s)  {ranks}  store {member.store}")
+    return 0
+
+
+def _token(args: argparse.Namespace) -> int:
+    if not Path(args.secret_file).exists():
+        raise UsageError(f"there is no secret in {args.secret_file}; name the job's with --secret-file")
+
+    async def run_id(_: Coordination, folder: str) -> str:
+        return folder.split("/")[1]
+
+    print(launch_token(read_secret(Path(args.secret_file)), asyncio.run(_with_job(args, run_id))))
     return 0
 
 

@@ -7,6 +7,7 @@
     ├── StoreError                66  the tensor store refused or failed
     │   ├── ArenaFullError        67  shared memory does not hold what is asked
     │   └── WireError             68  a peer spoke nonsense, or went away in mid-stream
+    │       └── PeerLostError     68  it cannot be reached, or stalls: it may come back
     ├── DataError                 69  the dataset, its order or its view
     ├── CoordinationError         70  etcd unreachable or refusing
     │   ├── CompareFailedError    70  a compare-and-swap was lost
@@ -51,6 +52,10 @@ class ArenaFullError(StoreError):
 
 class WireError(StoreError):
     exit_code = 68
+
+
+class PeerLostError(WireError):
+    """The peer is away or silent, for all we know: asked again later it may well answer."""
 
 
 class DataError(TenplexError):

@@ -149,7 +149,11 @@ OURS: dict[str, tuple[Flag, ...]] = {
             "state is files of their own (default 0: none are kept)",
             _text("0", "BYTES"),
         ),
-        Flag("--snapshot-every", "steps between snapshots in memory (default 1)", _whole(1)),
+        Flag(
+            "--snapshot-every",
+            "steps, or seconds as 30s, between snapshots in memory; auto: as often as costs 2% of the time (default 1)",
+            _text("1", "N|Ns|auto"),
+        ),
         Flag(
             "--checkpoint-dir",
             "folder or fsspec URL, the same on all nodes, for durable checkpoints in the format of "

@@ -138,6 +138,12 @@ class StoreClient(Protocol):
         """Fetch regions from peers' stores and keep them beside the snapshot.
         Returns {"num_bytes", "seconds", "num_fetches"}."""
 
+    async def progress(self) -> Record:
+        """{"num_bytes", "total_bytes"} of the pulls under way; both 0 when there are none."""
+
+    async def abandon(self) -> None:
+        """End all pulls: a newer round has other plans. They raise WireError, and leave nothing."""
+
     async def index(self, snapshot: Record) -> str:
         """Path of a JSON file that lists where the local pieces of a snapshot lie."""
 
@@ -164,11 +170,13 @@ class CheckpointClient(Protocol):
         """Fill a slot file with what these ranks need. Returns {"step", "consumed", "values", "without", "num_bytes"}.
         Raises LayoutError when it is of another model."""
 
-    async def take(self, index: str, layout: Record, config: Record, ranks: Sequence[Sequence[int]], me: int) -> int:
+    async def take(
+        self, tag: str, index: str, layout: Record, config: Record, ranks: Sequence[Sequence[int]], me: int
+    ) -> int:
         """Copy the share of node `me`, of the nodes with these ranks, of the snapshot in `index`. Returns its bytes."""
 
     async def write(self, step: int, number: int, tag: str, groups: Mapping[str, int]) -> Record:
-        """Write what was taken as part `number`. Returns the part's record."""
+        """Write what was taken for `tag` as part `number`. Returns the part's record."""
 
     async def cancel(self) -> None: ...
     async def prepare(self, step: int, tag: str, layout: Record, parts: Sequence[Record]) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator
@@ -187,28 +188,93 @@ def test_peer_of_another_run_is_refused(store: Callable[..., StoreProcess]) -> N
     run(scenario)
 
 
-def test_source_killed_in_mid_stream_is_replaced(store: Callable[..., StoreProcess]) -> None:
-    big = Layout((TensorSpec("big", (48 << 20,), "uint8"),))
-    one = ParallelConfig()
+BIG = Layout((TensorSpec("big", (48 << 20,), "uint8"),))
+ONE = ParallelConfig()
 
-    async def hold(client: StoreClient) -> dict[str, Any]:
-        await client.open_round(1, big.to_json(), one.to_json(), [0])
-        return await client.seal(1, 1, 0, {})
+
+async def hold_big(client: StoreClient) -> dict[str, Any]:
+    await client.open_round(1, BIG.to_json(), ONE.to_json(), [0])
+    return await client.seal(1, 1, 0, {})
+
+
+async def begin_pull(client: StoreClient, snapshot: dict[str, Any], *addresses: str) -> asyncio.Future[dict[str, Any]]:
+    """Of the big tensor, from the first address that delivers it. Returns when some of it has come."""
+    fetch = {"fqn": "big", "source": "b", "region": [[0], [48 << 20]], "num_bytes": 48 << 20}
+    fetch |= {"address": addresses[0], "alternatives": addresses[1:]}
+    claim = {"config": ONE.to_json(), "ranks": [0]}
+    pulling = asyncio.ensure_future(client.pull(snapshot, BIG.to_json(), claim, [fetch]))
+    while not (await client.progress())["num_bytes"] and not pulling.done():
+        await asyncio.sleep(0)
+    return pulling
+
+
+async def killed(process: StoreProcess) -> None:
+    process.kill()
+
+
+async def killed_and_restarted(process: StoreProcess) -> None:
+    process.kill()
+    process.start()
+
+
+async def stopped(process: StoreProcess) -> None:
+    process.process.send_signal(signal.SIGSTOP)
+
+
+async def stopped_for_a_while(process: StoreProcess) -> None:
+    process.process.send_signal(signal.SIGSTOP)
+    await asyncio.sleep(3.0)  # longer than a pull waits for progress
+    process.process.send_signal(signal.SIGCONT)
+
+
+@pytest.mark.parametrize(
+    ("fault", "replicas"),
+    [(killed, 2), (stopped, 2), (killed_and_restarted, 1), (stopped_for_a_while, 1), (killed, 1)],
+)
+def test_source_that_dies_or_stalls_in_mid_stream(
+    store: Callable[..., StoreProcess], fault: Callable[[StoreProcess], Awaitable[None]], replicas: int
+) -> None:
+    """With another replica it is replaced; without one it is asked again when it is back; else the pull fails whole."""
 
     async def scenario() -> None:
-        victim = store("b")
-        (a, _), (b, first), (c, second) = await ready(store("a")), await ready(victim), await ready(store("c"))
-        snapshot = await hold(b)
-        assert await hold(c) == snapshot
-        fetch = {"fqn": "big", "source": "b", "region": [[0], [48 << 20]], "num_bytes": 48 << 20}
-        fetch |= {"address": first, "alternatives": [second]}
-        claim = {"config": one.to_json(), "ranks": [0]}
-        pulling = asyncio.ensure_future(a.pull(snapshot, big.to_json(), claim, [fetch]))
-        while not (await a.progress())["num_bytes"] and not pulling.done():
-            await asyncio.sleep(0)
-        victim.kill()
-        await pulling
-        assert [held["except"] for held in await a.inventory()] == [[]]
+        puller, victim = store("a", timeout_s=2), store("b")
+        (a, _), (b, first) = await ready(puller), await ready(victim)
+        snapshot, addresses = await hold_big(b), [first]
+        if replicas == 2:
+            c, second = await ready(store("c"))
+            assert await hold_big(c) == snapshot
+            addresses.append(second)
+        pulling = await begin_pull(a, snapshot, *addresses)
+        await fault(victim)
+        if replicas == 1 and fault is killed:
+            with pytest.raises(WireError, match=f"1 of 1 regions did not arrive, the first is big.*{first}"):
+                await pulling
+            assert await a.inventory() == []
+            assert not list((puller.folder / "arena").glob("*.bin"))
+        else:
+            assert (await pulling)["num_bytes"] == 48 << 20
+            assert [held["except"] for held in await a.inventory()] == [[]]
+
+    run(scenario)
+
+
+def test_a_new_round_ends_the_pulls_of_the_old_one_at_once(store: Callable[..., StoreProcess]) -> None:
+    """Their source is stopped, so that they would wait for long; their memory is there again for what comes next."""
+
+    async def scenario() -> None:
+        puller, victim = store("a", limit_bytes=60 << 20), store("b")
+        (a, _), (b, address) = await ready(puller), await ready(victim)
+        snapshot = await hold_big(b)
+        for end in (a.abandon, a.inventory):
+            pulling = await begin_pull(a, snapshot, address)
+            victim.process.send_signal(signal.SIGSTOP)
+            if not pulling.done():
+                await end()
+                with pytest.raises(WireError, match="did not arrive"):
+                    await pulling
+                assert not list((puller.folder / "arena").glob("*.bin"))
+            victim.process.send_signal(signal.SIGCONT)
+        assert await a.progress() == {"num_bytes": 0, "total_bytes": 0}
 
     run(scenario)
 
