@@ -73,6 +73,7 @@ class JobSpec:
     state_bytes: int
     data: DataSpec | None
     view_mode: str
+    view_window_bytes: int
     secret_file: str
     output: Output
     events: str | None
@@ -123,6 +124,7 @@ def check(args: argparse.Namespace, environ: Mapping[str, str]) -> JobSpec:
         state_bytes=_num_bytes("--state-files", args.state_files),
         data=_data(args),
         view_mode=args.view,
+        view_window_bytes=_num_bytes("--view-window", args.view_window),
         secret_file=args.secret_file or os.path.join(environ.get("HOME", "/"), ".tenplexrun", "secret"),
         output=_output(args, environ),
         events=args.events,

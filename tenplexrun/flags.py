@@ -177,6 +177,12 @@ OURS: dict[str, tuple[Flag, ...]] = {
             "--view", "how the data is shown (default auto)", {"default": "auto", "choices": ("auto", "fuse", "farm")}
         ),
         Flag(
+            "--view-window",
+            "without FUSE: how much of a rank's data is written as packed files for each round, the same on all nodes "
+            "(default 256M; FUSE shows the whole epoch, and so does job.loader)",
+            _text("256M", "BYTES"),
+        ),
+        Flag(
             "--secret-file",
             "secret that the nodes of a job share (default ~/.tenplexrun/secret, made if missing)",
             _text(None, "PATH"),

@@ -240,6 +240,7 @@ class Node:
             "dir": str(self.node_dir),
             "socket": str(self.node_dir / "view.sock"),
             "mode": self.spec.view_mode,
+            "window_bytes": self.spec.view_window_bytes,
         }
         command = module_command("tenplexrun.vfs.server", json.dumps(config))
         self.view_pid = await self.processes.spawn("view", command)

@@ -70,6 +70,7 @@ def test_a_killed_worker_and_a_lost_node_cost_no_committed_step(
     assert found.items() <= expected.items(), "to the last digit as if nothing had happened"
 
 
+@pytest.mark.slow
 def test_at_another_layout_the_files_are_not_shown(cluster: Cluster) -> None:
     cluster.start("a", "127.0.0.1", ["--nnodes=1:2", *FLAGS], SCRIPT)
     cluster.start("b", "127.0.0.2", ["--nnodes=1:2", *FLAGS], SCRIPT)
