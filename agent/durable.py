@@ -77,7 +77,7 @@ class PartWriter:
         try:
             try:
                 size = await self._client.take(
-                    index, declared.layout, self._round.parallel.to_json(), ranks, self._number
+                    tag, index, declared.layout, self._round.parallel.to_json(), ranks, self._number
                 )
             finally:
                 unpin()

@@ -18,7 +18,7 @@ class NodeFacts:
     virtual_local_rank: bool
     signals: str
     max_restarts: int
-    snapshot_every: int
+    snapshot_every: str
     grace_s: float
     node_dir: str
     store: str
@@ -65,7 +65,7 @@ def worker_env(base: Mapping[str, str], round_: Round, node: str, local_rank: in
         TENPLEX_TOKEN_FILE=facts.token_file,
         TENPLEX_AGENT=facts.agent,
         TENPLEX_CONTROL=facts.control,
-        TENPLEX_SNAPSHOT_EVERY=str(facts.snapshot_every),
+        TENPLEX_SNAPSHOT_EVERY=facts.snapshot_every,
         TENPLEX_RESUME_STEP=str(round_.start_step),
         TENPLEX_CHECKPOINTS=str(int(facts.checkpoints)),
         TENPLEX_GRACE_S=f"{facts.grace_s:g}",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
 import json
 import mmap
 import os
@@ -81,7 +82,7 @@ class Session:
         self._digest = ""
         self._sealed: dict[int, int] = {}  # slot by step, until sealed
         self._values: dict[int, dict[str, Any]] = {}
-        self._sealing_step = self._sealed_step = NONE
+        self._sealing_step = self._sealed_step = self._committing = NONE
         self._snapshot: tuple[dict[str, Any], int] | None = None  # the newest one's id, and its slot
         parts = (services.checkpoints, round_, node, services.links.written, services.events)
         self._parts = PartWriter(*parts) if services.checkpoints is not None else None  # type: ignore[arg-type]
@@ -242,6 +243,9 @@ class Session:
     async def committed(self, step: int, checkpoint: str | None) -> None:
         """Every node has sealed `step` of this round, and it is on as many as asked; with the tag of a `checkpoint` it
         is to be written, too."""
+        if step <= self._committing:
+            return  # said again
+        self._committing = step
         try:
             await self._services.store.commit(self.round.number, step)
             if checkpoint is not None:
@@ -256,12 +260,14 @@ class Session:
         """Before the workers hear of the commit: from then on a later snapshot may be made."""
         if self._parts is None or self._declared is None or self._snapshot is None or step != self._sealed_step:
             return
-        record, self._page.pinned = self._snapshot
+        record, slot = self._snapshot
         index = await self._services.store.index(record)
-        self._parts.begin(step, tag, index, self._declared, self._unpin)
+        self._page.pinned = slot
+        self._parts.begin(step, tag, index, self._declared, functools.partial(self._unpin, slot))
 
-    def _unpin(self) -> None:
-        self._page.pinned = NONE
+    def _unpin(self, slot: int) -> None:
+        if self._page.pinned == slot:  # no later one has been pinned
+            self._page.pinned = NONE
 
     # --- stopping -------------------------------------------------------------------------------------------------
 
@@ -272,7 +278,8 @@ class Session:
         return started if counting else None
 
     async def parked(self, hold: int) -> None:
-        """Return when every worker here waits before step `hold` and the snapshot of that step is sealed."""
+        """All nodes stop before step `hold`. Return when every worker here waits there, and that is sealed."""
+        self._page.final = hold
         while not (self._page.all_parked(hold) and self._sealed_step >= hold):
             await asyncio.sleep(POLL_S)
 

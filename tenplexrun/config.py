@@ -14,6 +14,7 @@ from tenplexrun import devices, formats, rdzv
 from tenplexrun.core.durable import Every
 from tenplexrun.core.forming import impossible
 from tenplexrun.core.output import PREFIX, STDERR, STDOUT, Output, Streams
+from tenplexrun.core.pace import Interval
 from tenplexrun.core.parallel import ParallelConfig
 from tenplexrun.errors import UsageError
 from tenplexrun.flags import parser
@@ -67,7 +68,7 @@ class JobSpec:
     role: str
     virtual_local_rank: bool
     signals: tuple[signal.Signals, ...]
-    snapshot_every: int
+    snapshot_every: Interval
     checkpoints: CheckpointSpec | None
     replicas: int
     data: DataSpec | None
@@ -117,7 +118,7 @@ def check(args: argparse.Namespace, environ: Mapping[str, str]) -> JobSpec:
         role=args.role,
         virtual_local_rank=args.virtual_local_rank,
         signals=_signals(args.signals_to_handle),
-        snapshot_every=args.snapshot_every,
+        snapshot_every=_every(args.snapshot_every),
         checkpoints=_checkpoints(args),
         replicas=args.replicas,
         data=_data(args),
@@ -149,8 +150,6 @@ def _refuse(args: argparse.Namespace) -> None:
         raise UsageError("--node-rank cannot be negative")
     if args.max_churn is not None and args.max_churn < 0:
         raise UsageError("--max-churn cannot be negative")
-    if args.snapshot_every < 1:
-        raise UsageError("--snapshot-every is a whole number of steps of at least 1")
     if args.replicas < 1:
         raise UsageError("--replicas is a number of nodes of at least 1")
     if not _has_cwd():
@@ -166,6 +165,13 @@ def _tls(args: argparse.Namespace) -> Tls | None:
     tls = Tls(*map(os.path.abspath, files))
     tls.server()  # a file that cannot be used is better known now
     return tls
+
+
+def _every(text: str) -> Interval:
+    try:
+        return Interval.parse(text)
+    except ValueError as error:
+        raise UsageError(f"--snapshot-every: {error}") from None
 
 
 def _command(args: argparse.Namespace, environ: Mapping[str, str]) -> tuple[tuple[str, ...], str]:

@@ -97,6 +97,8 @@ def _status(args: argparse.Namespace) -> int:
     else:
         snapshot = f", went on from step {round_.start_step}" if round_.start_step else ""
         print(f"round {round_.number} {round_.phase} at {round_.parallel}{snapshot}; {round_.cause.detail}")
+        if round_.saved is not None:
+            print(f"  last durable checkpoint: step {round_.saved}")
         for progress in _in(content, "progress").values():
             if progress["round"] == round_.number:
                 step = "" if progress["step"] is None else f"in step {progress['step']}; "

@@ -143,7 +143,11 @@ OURS: dict[str, tuple[Flag, ...]] = {
             "those of data parallelism (default 2; all, if there are fewer)",
             _whole(2),
         ),
-        Flag("--snapshot-every", "steps between snapshots in memory (default 1)", _whole(1)),
+        Flag(
+            "--snapshot-every",
+            "steps, or seconds as 30s, between snapshots in memory; auto: as often as costs 2% of the time (default 1)",
+            _text("1", "N|Ns|auto"),
+        ),
         Flag(
             "--checkpoint-dir",
             "folder or fsspec URL, the same on all nodes, for durable checkpoints in the format of "

@@ -178,7 +178,7 @@ class Node:
             virtual_local_rank=spec.virtual_local_rank,
             signals=",".join(signum.name for signum in spec.signals),
             max_restarts=spec.max_restarts,
-            snapshot_every=spec.snapshot_every,
+            snapshot_every=str(spec.snapshot_every),
             checkpoints=spec.checkpoints is not None and spec.checkpoints.home is not None,
             grace_s=spec.timeouts.grace_s,
             node_dir=str(self.node_dir),

@@ -170,11 +170,13 @@ class CheckpointClient(Protocol):
         """Fill a slot file with what these ranks need. Returns {"step", "consumed", "values", "without", "num_bytes"}.
         Raises LayoutError when it is of another model."""
 
-    async def take(self, index: str, layout: Record, config: Record, ranks: Sequence[Sequence[int]], me: int) -> int:
+    async def take(
+        self, tag: str, index: str, layout: Record, config: Record, ranks: Sequence[Sequence[int]], me: int
+    ) -> int:
         """Copy the share of node `me`, of the nodes with these ranks, of the snapshot in `index`. Returns its bytes."""
 
     async def write(self, step: int, number: int, tag: str, groups: Mapping[str, int]) -> Record:
-        """Write what was taken as part `number`. Returns the part's record."""
+        """Write what was taken for `tag` as part `number`. Returns the part's record."""
 
     async def cancel(self) -> None: ...
     async def prepare(self, step: int, tag: str, layout: Record, parts: Sequence[Record]) -> None:

@@ -2,7 +2,7 @@
 
 A buffer of native int64 words shared by all of them; every word has one writer. Words are read and written through
 `memoryview.cast("q")`, which does not tear. Header: magic, hold, committed, leave, beat, round, number of local ranks,
-pinned; then for each local rank: started, parked, sealed, spare.
+pinned, final; then for each local rank: started, parked, sealed, spare.
 
 Stopping is write–verify–park. A worker at the boundary before step k publishes `started = k`, fences, then reads
 `hold`, and parks if k >= hold. An agent writes `hold = S`, fences, then reads what was started: a rank that did not
@@ -27,9 +27,9 @@ DONE = MAX
 Fence = AbstractContextManager[object]
 """A lock of the caller's process, as `threading.Lock()`."""
 
-_MAGIC = 0x7470_7863_746C_0001  # "tpxctl", version 1
-_HOLD, _COMMITTED, _LEAVE, _BEAT, _ROUND, _RANKS, _PINNED = range(1, 8)
-_HEADER_WORDS = 8
+_MAGIC = 0x7470_7863_746C_0002  # "tpxctl", version 2
+_HOLD, _COMMITTED, _LEAVE, _BEAT, _ROUND, _RANKS, _PINNED, _FINAL = range(1, 9)
+_HEADER_WORDS = 9
 _RANK_WORDS = 4
 _STARTED, _PARKED, _SEALED = range(3)
 _WORD_BYTES = 8
@@ -69,7 +69,7 @@ class ControlPage:
         if buffer.nbytes < num_bytes(num_ranks):
             raise LayoutError(f"a control page of {num_ranks} ranks needs {num_bytes(num_ranks)} bytes")
         words = buffer.cast("B")[: num_bytes(num_ranks)].cast("q")
-        header = [_MAGIC, NO_HOLD, NONE, 0, 0, round_number, num_ranks, NONE]
+        header = [_MAGIC, NO_HOLD, NONE, 0, 0, round_number, num_ranks, NONE, NONE]
         for index, word in enumerate(header + [NONE] * (_RANK_WORDS * num_ranks)):
             words[index] = word
         words.release()
@@ -93,6 +93,15 @@ class ControlPage:
     @committed.setter
     def committed(self, step: int) -> None:
         self._words[_COMMITTED] = step
+
+    @property
+    def final(self) -> int:
+        """The hold that all nodes have agreed on, so that nobody passes it: what is held is saved then; or `NONE`."""
+        return self._words[_FINAL]
+
+    @final.setter
+    def final(self, step: int) -> None:
+        self._words[_FINAL] = step
 
     @property
     def leave(self) -> bool:

@@ -39,13 +39,14 @@ class Agent:
             "hello", rank=launch.rank, local_rank=launch.local_rank, round=launch.round, pid=os.getpid()
         )
 
-    def declare(self, layout: Layout, config: ParallelConfig, groups: dict[str, int]) -> list[str]:
+    def declare(self, layout: Layout, config: ParallelConfig, groups: dict[str, int]) -> tuple[list[str], bool]:
         """Reserve the round's slots. `groups`: the optimizer's group of each parameter.
 
-        Returns the slots' paths; raises ArenaFullError when memory is short.
+        Returns the slots' paths, and whether snapshots have to be replicated; raises ArenaFullError when memory is
+        short.
         """
         reply = self._channel.request("declare", layout=layout.to_json(), config=config.to_json(), groups=groups)
-        return [str(path) for path in reply["slots"]]
+        return [str(path) for path in reply["slots"]], bool(reply["replicated"])
 
     def restore(self) -> dict[str, Any]:
         """Wait until all that this node needs of the chosen snapshot is here.
@@ -71,11 +72,18 @@ class Agent:
     def may_start(self, step: int) -> bool:
         return self.page.may_start(self._launch.local_rank, step, self._fence)
 
-    def park(self, step: int) -> None:
-        """Wait at the boundary before `step` until the hold is raised. Raises RoundStopped when told to leave."""
+    def park(self, step: int, save: Callable[[], None]) -> None:
+        """Wait at the boundary before `step` until the hold is raised. Raises RoundStopped when told to leave.
+
+        `save` is called once all nodes have agreed to stop here. Not before: where others have gone on, so must this
+        rank, and a snapshot that only some have taken would never be whole.
+        """
         while True:
             self.page.park(self._launch.local_rank, step)
-            self.wait(lambda: step < self.page.hold, step)
+            self.wait(lambda: step < self.page.hold or step == self.page.final, step)
+            if step == self.page.final:
+                save()
+                self.wait(lambda: False, step)
             if self.may_start(step):
                 return
 

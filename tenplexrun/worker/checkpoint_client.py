@@ -9,6 +9,7 @@ from tenplexrun.channel import Caller, Record
 from tenplexrun.core.durable import Checkpoint, folder_name
 from tenplexrun.errors import ProcessError, WireError
 
+LOOK_S = 120.0  # then it is looked again: whoever decides must not wait for ever
 LONGEST_S = 24 * 3600.0  # a big state on a slow disk; the process itself says when a write fails
 
 
@@ -26,7 +27,7 @@ class CheckpointClient:
 
     async def newest(self, refused: Collection[str]) -> tuple[Checkpoint | None, list[str]]:
         await self.ready()
-        reply = await self._ask("newest", home=self._home, origin=self._origin, refused=list(refused))
+        reply = await self._ask("newest", LOOK_S, home=self._home, origin=self._origin, refused=list(refused))
         found = reply["checkpoint"]
         return found and Checkpoint(**found), list(reply["notes"])
 
@@ -42,8 +43,10 @@ class CheckpointClient:
         args = {"layout": layout, "config": config, "ranks": list(ranks), "groups": dict(groups), "slot": slot}
         return await self._ask("load", url=checkpoint.url, step=checkpoint.step, **args)
 
-    async def take(self, index: str, layout: Record, config: Record, ranks: Sequence[Sequence[int]], me: int) -> int:
-        args = {"layout": layout, "config": config, "ranks": [list(own) for own in ranks], "me": me}
+    async def take(
+        self, tag: str, index: str, layout: Record, config: Record, ranks: Sequence[Sequence[int]], me: int
+    ) -> int:
+        args = {"tag": tag, "layout": layout, "config": config, "ranks": [list(own) for own in ranks], "me": me}
         return int((await self._ask("take", index=index, **args))["num_bytes"])
 
     async def write(self, step: int, number: int, tag: str, groups: Mapping[str, int]) -> Record:
@@ -65,8 +68,8 @@ class CheckpointClient:
     def _url(self, step: int) -> str:
         return f"{self._home}/{folder_name(step)}"
 
-    async def _ask(self, op: str, **args: Any) -> Record:
+    async def _ask(self, op: str, timeout_s: float | None = None, /, **args: Any) -> Record:
         try:
-            return await self._caller.request(op, None, **args)
+            return await self._caller.request(op, timeout_s, **args)
         except WireError as error:
-            raise ProcessError(f"the checkpoint process of this node has died: {error}") from error
+            raise ProcessError(f"the checkpoint process of this node has died or hangs: {error}") from error

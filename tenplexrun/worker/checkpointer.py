@@ -4,7 +4,7 @@ Started as `checkpointer.main()` with JSON: {"socket": path of its control socke
 
     newest   {home, origin, refused}                            -> {checkpoint: {url, step} | null, notes}
     load     {url, step, layout, config, ranks, groups, slot}   -> {step, consumed, values, without, num_bytes}
-    take     {index, layout, config, ranks: by node, me}        -> {num_bytes}        copy this node's share
+    take     {tag, index, layout, config, ranks: by node, me}   -> {num_bytes}        copy this node's share
     write    {url, number, tag, groups}                         -> a part's record    what was taken
     cancel   {}                                                 -> {}
     prepare  {url, tag, layout, parts}                          -> {}
@@ -29,7 +29,7 @@ from tenplexrun import channel
 from tenplexrun.core import records
 from tenplexrun.core.layout import Layout
 from tenplexrun.errors import CheckpointError, TenplexError
-from tenplexrun.worker import folders
+from tenplexrun.worker import folders, shares
 from tenplexrun.worker.folders import Folder
 
 if TYPE_CHECKING:
@@ -43,15 +43,14 @@ NICE = 5  # training goes first
 class Checkpointer:
     """One operation a method; blocking work runs in threads. At most one share is held at a time.
 
-    torch is imported while nobody waits for it: to say that there is no checkpoint takes none.
+    torch is imported while nobody waits for it: to say that there is no checkpoint, and to copy, takes none.
     """
 
     def __init__(self) -> None:
-        self._share: saving.Share | None = None
+        self._share: tuple[str, shares.Share] | None = None
         self._cancelled = threading.Event()
         self._ops: dict[str, Callable[[Record], Record]] = {
             "load": self._load,
-            "take": self._take,
             "write": self._write,
             "cancel": self._cancel,
             "prepare": self._prepare,
@@ -65,6 +64,8 @@ class Checkpointer:
             return {}
         if op == "newest":
             return await self._newest(args)
+        if op == "take":
+            return await asyncio.to_thread(self._take, args)
         await asyncio.shield(self._imports)
         return await asyncio.to_thread(self._ops[op], args)
 
@@ -85,18 +86,20 @@ class Checkpointer:
         index, layout = Path(args["index"]), Layout.from_json(args["layout"])
         self._cancel({})
         try:
-            self._share = saving.take(index, layout, records.config(args["config"]), args["ranks"], args["me"])
+            share = shares.take(index, layout, records.config(args["config"]), args["ranks"], args["me"])
         except (OSError, ValueError) as error:
             raise CheckpointError(f"the snapshot cannot be copied: {error}") from error
         finally:
             index.unlink(missing_ok=True)
-        return {"num_bytes": sum(piece.num_bytes for piece, _ in self._share.pieces)}
+        self._share = (args["tag"], share)
+        return {"num_bytes": sum(piece.num_bytes for piece, _ in share.pieces)}
 
     def _write(self, args: Record) -> Record:
-        share, self._share = self._share, None
-        if share is None:
-            raise CheckpointError("nothing was taken that could be written")
-        return saving.write(share, Folder(args["url"]), args["number"], args["tag"], args["groups"], self._cancelled)
+        taken, cancelled = self._share, self._cancelled
+        if taken is None or taken[0] != args["tag"]:
+            raise CheckpointError("a later checkpoint is written instead")
+        self._share = None
+        return saving.write(taken[1], Folder(args["url"]), args["number"], args["tag"], args["groups"], cancelled)
 
     def _cancel(self, _: Record) -> Record:
         """What is being written ends in an error."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tenplexrun.core.pace import Interval
 from tenplexrun.core.parallel import AXES, OPTIONAL, ParallelConfig
 from tenplexrun.errors import UsageError
 
@@ -37,8 +38,7 @@ class Launch:
     """Address of the agent's socket; "" where no agent runs."""
     control: str
     """Path of the control page; "" where no agent runs."""
-    snapshot_every: int
-    """Steps."""
+    snapshot_every: Interval
     checkpoints: bool
     """Whether durable checkpoints are written."""
 
@@ -54,7 +54,7 @@ class Launch:
             run_id=env.get("TENPLEX_RUN_ID", ""),
             agent=env.get("TENPLEX_AGENT", ""),
             control=env.get("TENPLEX_CONTROL", ""),
-            snapshot_every=max(1, _number(env, "TENPLEX_SNAPSHOT_EVERY", 1)),
+            snapshot_every=_every(env),
             checkpoints=bool(_number(env, "TENPLEX_CHECKPOINTS", 0)),
         )
         if bool(launch.agent) != bool(launch.control):
@@ -87,6 +87,13 @@ def parallel_from_env(env: Mapping[str, str], world_size: int) -> ParallelConfig
         return ParallelConfig.from_json({**sizes, **more, "dp": dp, "order": order})
     except ValueError as error:
         raise UsageError(f"{error}; correct the TENPLEX_* sizes") from None
+
+
+def _every(env: Mapping[str, str]) -> Interval:
+    try:
+        return Interval.parse(env.get("TENPLEX_SNAPSHOT_EVERY") or "1")
+    except ValueError as error:
+        raise UsageError(f"TENPLEX_SNAPSHOT_EVERY: {error}; start the script with `tenplexrun`") from None
 
 
 def _number(env: Mapping[str, str], name: str, default: int) -> int:

@@ -1,5 +1,7 @@
-"""A durable checkpoint's writing side: copy this node's share of a snapshot, write it, and publish what all have
-written. Nothing is a checkpoint before its `.metadata` is there, which appears last, by rename."""
+"""A durable checkpoint's writing side: write this node's share of a snapshot, and publish what all have written.
+
+Nothing is a checkpoint before its `.metadata` is there, which appears last, by rename.
+"""
 
 from __future__ import annotations
 
@@ -9,58 +11,22 @@ import json
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-import xxhash
 
 from tenplexrun.core import durable
 from tenplexrun.core import values as plain
 from tenplexrun.core.layout import Layout
-from tenplexrun.core.parallel import ParallelConfig
-from tenplexrun.core.pieces import Index, Piece
 from tenplexrun.core.regions import Region, subtract
 from tenplexrun.errors import CheckpointError
 from tenplexrun.worker import device
 from tenplexrun.worker.dcp import Directory, Tensor, metadata_bytes
 from tenplexrun.worker.folders import METADATA, Folder, Stored, reason
+from tenplexrun.worker.shares import Share
 
 Record = dict[str, Any]
 DATA = ".distcp"
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """What one node writes of a snapshot, in memory of its own."""
-
-    pieces: tuple[tuple[Piece, device.Bytes], ...]
-    values: Record
-
-
-def take(index: Path, layout: Layout, config: ParallelConfig, ranks: Sequence[Sequence[int]], me: int) -> Share:
-    """Copy the share of node number `me` (of those with these global ranks) of the snapshot that `index` lists.
-
-    Raises CheckpointError when a piece is not there, or changes meanwhile.
-    """
-    record = Index.from_json(json.loads(index.read_bytes()))
-    held = {(piece.fqn, piece.region): piece for piece in record.pieces}
-    folder, files, pieces = index.parent, dict[str, device.Bytes](), []
-    for fqn, region in durable.shares(layout, config, ranks)[me]:
-        piece = held.get((fqn, region))
-        if piece is None:
-            if layout.spec(fqn).at is not None:
-                continue  # a random stream that could not be restored is nobody's state yet
-            raise CheckpointError(f"{fqn} {region} is not in the snapshot of step {record.snapshot.step}")
-        if piece.file not in files:
-            files[piece.file] = np.asarray(np.memmap(folder / piece.file, dtype=np.uint8, mode="r"))
-        data = files[piece.file][piece.offset : piece.offset + piece.num_bytes].copy()
-        if xxhash.xxh3_64_intdigest(data.data) != piece.checksum:
-            raise CheckpointError(f"{fqn} {region} changed while it was copied")
-        pieces.append((piece, data))
-    return Share(tuple(pieces), dict(record.values or {}))
 
 
 def write(
@@ -126,6 +92,7 @@ def prepare(folder: Folder, tag: str, layout: Layout, parts: Sequence[Record]) -
     Raises CheckpointError.
     """
     directory = _directory(layout, parts)
+    folder.fs.invalidate_cache()
     for part in parts:
         try:
             size = folder.fs.info(folder.at(part["file"]))["size"]

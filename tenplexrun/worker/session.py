@@ -8,10 +8,11 @@ from typing import Any
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from tenplexrun.core.layout import Layout
+from tenplexrun.core.pace import Interval, Pace, Turns
 from tenplexrun.core.snapshots import arena_map
 from tenplexrun.errors import StateLostError
 from tenplexrun.worker.agent import Agent
-from tenplexrun.worker.boundary import Boundary
+from tenplexrun.worker.boundary import Boundary, Words
 from tenplexrun.worker.data import Loader
 from tenplexrun.worker.exchange import agree, merged
 from tenplexrun.worker.launch import Launch, Place
@@ -26,6 +27,7 @@ class Session:
         self._agent, self._launch, self._place = agent, launch, place
         self._state, self._loader = state, loader
         self._start = 0
+        self._store = PrefixStore(f"tenplexrun/{launch.round}", _get_default_store())
 
     def begin(self) -> int:
         """Agree on the layout, reserve slots, restore. Returns the step to go on with.
@@ -34,16 +36,17 @@ class Session:
         """
         self._agent.event("built")
         layout = self._agree()
-        slots = self._agent.declare(layout, self._place.config, self._groups())
+        slots, replicated = self._agent.declare(layout, self._place.config, self._groups())
         self._start = self._restore(layout)
         arena = arena_map(layout, self._place.config, self._launch.node_ranks)
         writer = SlotWriter(slots, arena, layout, self._place)
-        self._boundary = Boundary(self._agent, writer, self._launch.snapshot_every, self._read)
+        turns, words = self._pacing(replicated)
+        self._boundary = Boundary(self._agent, writer, turns, words, self._read)
         return self._start
 
     def before(self, step: int) -> None:
         """Returns when `step` may run. Raises RoundStopped."""
-        self._boundary.before(step, self._start)
+        self._boundary.before(step)
 
     def first_step_done(self, seconds: float) -> None:
         self._agent.event("first_step", step=self._start, seconds=seconds)
@@ -51,22 +54,32 @@ class Session:
     def finish(self, step: int) -> None:
         """All steps before `step` are done, and no more will come."""
         if self._launch.checkpoints:
-            self._boundary.finish(step, self._start)
+            self._boundary.finish(step)
         else:
-            self._boundary.after(step, self._start)
+            self._boundary.after(step)
         self._agent.done()
+
+    def _pacing(self, replicated: bool) -> tuple[Turns, Words | None]:
+        """How often snapshots are taken, as rank 0 was told, and its words where steps alone do not say it."""
+        store = self._store
+        if self._launch.rank == 0:
+            store.set("every", str(self._launch.snapshot_every))
+        every = Interval.parse(store.get("every").decode())
+        by_word = every.steps is None or replicated
+        turns = Turns(every, self._start, by_word)
+        if not by_word:
+            return turns, None
+        pace = Pace(every, self._start, time.monotonic()) if self._launch.rank == 0 else None
+        return turns, Words(store, self._agent, pace)
 
     def _agree(self) -> Layout:
         """The union of all ranks' layouts; on the way, that what a snapshot keeps once is the same on all."""
         once = self._state.values()
         once.pop("seed")
-        return agree(self._store(), self._place.config, self._launch.rank, self._state.layout(), once)
+        return agree(self._store, self._place.config, self._launch.rank, self._state.layout(), once)
 
     def _groups(self) -> dict[str, int]:
-        return merged(self._store(), self._place.config, self._launch.rank, self._state.groups())
-
-    def _store(self) -> PrefixStore:
-        return PrefixStore(f"tenplexrun/{self._launch.round}", _get_default_store())
+        return merged(self._store, self._place.config, self._launch.rank, self._state.groups())
 
     def _restore(self, layout: Layout) -> int:
         reply = self._agent.restore()

@@ -76,6 +76,8 @@ class StandIn:
         self.events: list[dict[str, Any]] = []
         self.snapshots: dict[int, dict[str, Any]] = {}
         self.errors: list[str] = []
+        self.every, self.replicated = "1", False
+        self._slots: dict[int, int] = {}
         self._layout: Layout | None = None
         self._values: dict[str, Any] = {}
         self._fence = threading.Lock()
@@ -96,7 +98,11 @@ class StandIn:
         world = str(self._config.world_size)
         ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
         master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-        agent = {"TENPLEX_AGENT": self.address, "TENPLEX_CONTROL": f"{self.home}/control"}
+        agent = {
+            "TENPLEX_SNAPSHOT_EVERY": self.every,
+            "TENPLEX_AGENT": self.address,
+            "TENPLEX_CONTROL": f"{self.home}/control",
+        }
         return {**sizes, **ranks, **master, **agent, "TENPLEX_RUN_ID": "test"}
 
     async def handle(self, _: channel.Channel, op: str, args: dict[str, Any]) -> dict[str, Any]:
@@ -109,7 +115,7 @@ class StandIn:
             for slot in slots:
                 if not slot.exists():
                     slot.write_bytes(bytes(self._arena.num_bytes))
-            return {"slots": list(map(str, slots))}
+            return {"slots": list(map(str, slots)), "replicated": self.replicated}
         if op == "restore":
             return self._restore
         if op == "view":
@@ -122,6 +128,8 @@ class StandIn:
 
     def _sealed(self, step: int, slot: int, values: dict[str, Any] | None) -> None:
         self._values = values or self._values
+        if self._slots.setdefault(step, slot) != slot:
+            self.errors.append(f"two ranks write step {step} into different slots")
         # the words on the page are seen before the messages that follow them
         if self.page.all_sealed() < step or step in self.snapshots or self._values.get("step") != step:
             return
@@ -156,6 +164,8 @@ class StandIn:
 
     async def leave_when_parked(self) -> int:
         while not self.page.all_parked(self.page.hold) or self.page.hold not in self.snapshots:
+            if self.page.all_parked(self.page.hold):
+                self.page.final = self.page.hold
             await asyncio.sleep(0.005)
         self.page.leave = True
         return self.page.hold
@@ -184,11 +194,17 @@ class Rounds:
         self._number = 0
 
     def run(
-        self, config: ParallelConfig, restore: dict[str, Any], stop_at: int | None = None
+        self,
+        config: ParallelConfig,
+        restore: dict[str, Any],
+        stop_at: int | None = None,
+        every: str = "1",
+        replicated: bool = False,
     ) -> tuple[StandIn, list[Any], list[list[Any]]]:
         """Returns the stand-in, how each worker ended, and all records that were printed, sorted by dp and step."""
         self._number += 1
         agent = StandIn(self.home / f"round-{self._number}", self.home / "data.bin", config, restore, stop_at)
+        agent.every, agent.replicated = every, replicated
         self.driver.do(agent.serve())
         port = self.driver.do(self.driver.pool.listen("127.0.0.1"))
         stopping = None
@@ -282,6 +298,31 @@ def test_a_hold_that_is_lifted_lets_all_go_on(rounds: Rounds) -> None:
     assert [one.code for one in outcomes] == [0, 0]
     assert len(records) == STEPS
     assert agent.page.all_done()
+
+
+def test_ranks_that_parked_in_vain_have_taken_no_snapshot_alone(rounds: Rounds) -> None:
+    async def lift(agent: StandIn) -> None:
+        while agent.page.hold == NO_HOLD or not agent.page.all_parked(agent.page.hold):
+            await asyncio.sleep(0.005)
+        agent.page.propose_hold(NO_HOLD, threading.Lock())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StandIn, "leave_when_parked", lift)
+        agent, outcomes, records = rounds.run(ParallelConfig(tp=2), FRESH, stop_at=4, every="4")
+    assert [one.code for one in outcomes] == [0, 0]
+    assert (len(records), sorted(agent.snapshots)) == (STEPS, [4, 8])
+
+
+@pytest.mark.parametrize(("every", "replicated"), [("1", True), ("0.001s", False), ("auto", False), ("3", True)])
+def test_rank_0_says_when_and_all_take_the_same_snapshots(rounds: Rounds, every: str, replicated: bool) -> None:
+    first, outcomes, whole = rounds.run(ParallelConfig(dp=2), FRESH, every=every, replicated=replicated)
+    assert [one.code for one in outcomes] == [0, 0]
+    assert min(first.snapshots) == 1, "the first boundary of a round"
+    _, outcomes, records = rounds.run(ParallelConfig(dp=2), first.snapshots[1], stop_at=2, every=every)
+    assert [one.code for one in outcomes] == [0, 0]
+    steps = {record[1] for record in records}
+    assert records == [record for record in whole if record[1] in steps]
+    assert min(steps) == 1
 
 
 def test_what_the_agent_refuses_is_raised_in_the_script(rounds: Rounds, monkeypatch: pytest.MonkeyPatch) -> None:
