@@ -19,6 +19,7 @@ from tenplexrun.core.parallel import ParallelConfig
 from tenplexrun.errors import UsageError
 from tenplexrun.flags import parser
 from tenplexrun.rdzv import Meeting, Timeouts
+from tenplexrun.tls import Tls
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,7 @@ class JobSpec:
     view_mode: str
     view_window_bytes: int
     secret_file: str
+    tls: Tls | None
     output: Output
     events: str | None
     events_on_stderr: bool
@@ -126,6 +128,7 @@ def check(args: argparse.Namespace, environ: Mapping[str, str]) -> JobSpec:
         view_mode=args.view,
         view_window_bytes=_num_bytes("--view-window", args.view_window),
         secret_file=args.secret_file or os.path.join(environ.get("HOME", "/"), ".tenplexrun", "secret"),
+        tls=_tls(args),
         output=_output(args, environ),
         events=args.events,
         events_on_stderr=args.event_log_handler == "console",
@@ -157,6 +160,17 @@ def _refuse(args: argparse.Namespace) -> None:
         raise UsageError("--replicas is a number of nodes of at least 1")
     if not _has_cwd():
         raise UsageError("the folder that this was started in is gone; cd to one that exists")
+
+
+def _tls(args: argparse.Namespace) -> Tls | None:
+    files = [args.tls_cert, args.tls_key, args.tls_ca]
+    if not any(files):
+        return None
+    if not all(files):
+        raise UsageError("--tls-cert, --tls-key and --tls-ca go together: give all three, or none")
+    tls = Tls(*map(os.path.abspath, files))
+    tls.server()  # a file that cannot be used is better known now
+    return tls
 
 
 def _every(text: str) -> Interval:
