@@ -125,7 +125,7 @@ class Mount(pyfuse3.Operations):  # type: ignore[misc]
         shelf[name] = self._grow(node)
 
     async def _refresh(self, inode: _Inode) -> None:
-        """A live directory gets what is there now, new inodes for what has changed; one that has gone stays as it is."""
+        """A live directory gets what is there now, with new inodes for what has changed; one that has gone stays."""
         if not isinstance(inode.node, Live):
             return
         found = await asyncio.to_thread(inode.node.entries)
