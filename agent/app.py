@@ -301,6 +301,8 @@ class Agent:
             self._finish(action.round.verdict or Verdict(0, "the job has ended"))
         elif isinstance(action, lc.Leave):
             self._finish(Verdict(143, "this node has left, the job goes on"))
+        elif isinstance(action, lc.StandBy):
+            self._services.events.say(f"round {action.round.number} runs without this node, which waits to be taken in")
         elif isinstance(action, lc.SendAck):
             key = f"{self._folder}/acks/{action.round}/{self._member.node}"
             self._last_ack = (key, json.dumps(rounds.to_json(action.ack)))
