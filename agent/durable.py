@@ -24,6 +24,7 @@ from tenplexrun.errors import CompareFailedError, TenplexError
 from tenplexrun.ports import CheckpointClient
 
 Record = dict[str, Any]
+CANCEL_S = 1.0
 LONGEST_S = 3600.0
 """A job's end waits no longer for its last checkpoint."""
 
@@ -69,8 +70,8 @@ class PartWriter:
         """The round has ended."""
         if self._task is not None and not self._task.done():
             self._task.cancel()
-            with contextlib.suppress(TenplexError, asyncio.CancelledError):
-                await self._client.cancel()
+            with contextlib.suppress(TenplexError, asyncio.TimeoutError):
+                await asyncio.wait_for(self._client.cancel(), CANCEL_S)
 
     async def _write(self, step: int, tag: str, index: str, declared: Declared, unpin: Callable[[], None]) -> None:
         began, ranks = time.time(), [list(part.ranks) for part in self._round.participants]
@@ -130,7 +131,10 @@ class Collector:
             self._round = self._going = None
         elif self._round is None or self._round.number != round_.number:
             self._round, self._going = round_, None
-            self._cadence = Cadence(self._every, round_.start_step, time.monotonic())
+            # what the end of a round has made impossible is made up for at once
+            written = round_.saved if round_.saved is not None else round_.checkpoint.step if round_.checkpoint else 0
+            since = self._cadence.at if self._cadence is not None else time.monotonic()
+            self._cadence = Cadence(self._every, min(written, round_.start_step), since)
 
     @property
     def busy(self) -> bool:

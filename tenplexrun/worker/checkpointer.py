@@ -52,7 +52,6 @@ class Checkpointer:
         self._ops: dict[str, Callable[[Record], Record]] = {
             "load": self._load,
             "write": self._write,
-            "cancel": self._cancel,
             "prepare": self._prepare,
             "publish": self._publish,
         }
@@ -64,6 +63,8 @@ class Checkpointer:
             return {}
         if op == "newest":
             return await self._newest(args)
+        if op == "cancel":
+            return self._cancel()
         if op == "take":
             return await asyncio.to_thread(self._take, args)
         await asyncio.shield(self._imports)
@@ -84,7 +85,7 @@ class Checkpointer:
 
     def _take(self, args: Record) -> Record:
         index, layout = Path(args["index"]), Layout.from_json(args["layout"])
-        self._cancel({})
+        self._cancel()
         try:
             share = shares.take(index, layout, records.config(args["config"]), args["ranks"], args["me"])
         except (OSError, ValueError) as error:
@@ -101,7 +102,7 @@ class Checkpointer:
         self._share = None
         return saving.write(taken[1], Folder(args["url"]), args["number"], args["tag"], args["groups"], cancelled)
 
-    def _cancel(self, _: Record) -> Record:
+    def _cancel(self) -> Record:
         """What is being written ends in an error."""
         self._cancelled.set()
         self._cancelled, self._share = threading.Event(), None

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from tenplexrun.agent.decider import Decider
+from tenplexrun.agent.durable import Collector
 from tenplexrun.agent.events import EventLog
 from tenplexrun.agent.memory import MemoryCoordination, MemoryStore
 from tenplexrun.core import durable
@@ -16,6 +17,7 @@ from tenplexrun.core.durable import Cadence, Every, Found
 from tenplexrun.core.membership import Settings, View, decide
 from tenplexrun.core.parallel import ParallelConfig
 from tenplexrun.core.rounds import Ack, Cause, Failure, Member, Participant, Round, round_from_json, to_json
+from tenplexrun.core.snapshots import SnapshotId
 from tenplexrun.errors import CheckpointError, CompareFailedError, LayoutError, UsageError
 
 
@@ -102,6 +104,24 @@ def test_the_job_ends_after_its_last_checkpoint() -> None:
     ended = decide(view(RUNNING, Ack("a", "done")), SETTINGS, 1.0).round
     assert ended is not None
     assert ended.phase == "ended"
+
+
+def test_a_checkpoint_that_the_end_of_a_round_prevented_is_made_up_for() -> None:
+    collector = Collector(None, Every(steps=10), EventLog("a", None, False))  # type: ignore[arg-type]
+    collector.expect(RUNNING, True)
+    assert collector.begin(0, 9) is None
+    assert collector.begin(0, 10) is not None
+    assert collector.busy
+    following = replace(RUNNING, number=1, checkpoint=None, snapshot=SnapshotId(0, 12, "d"))
+    collector.expect(replace(following, phase="gathering"), False)
+    assert not collector.busy
+    collector.expect(following, True)
+    assert collector.begin(0, 13) is None, "an older round"
+    assert collector.begin(1, 13) is not None
+    collector.expect(replace(following, number=2, saved=13), True)
+    assert collector.begin(2, 19) is None
+    collector.end = (2, 19)
+    assert collector.begin(2, 19) is not None, "the job's last step"
 
 
 def test_a_checkpoint_of_a_round_that_has_moved_on_is_not_confirmed() -> None:
