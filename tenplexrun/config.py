@@ -293,6 +293,12 @@ def _checkpoints(args: argparse.Namespace) -> CheckpointSpec | None:
 
 def _url(text: str | None) -> str | None:
     """Paths do not depend on where a process runs."""
+    protocol, _, rest = (text or "").partition("://")
+    if rest:
+        from fsspec import available_protocols  # only where it is needed: `--help` is to be quick
+
+        if "::" not in protocol and protocol not in available_protocols():
+            raise UsageError(f"{text}: fsspec knows no {protocol}://; give a path, or one of its protocols (s3, gs, …)")
     return text if not text or "://" in text or "::" in text else os.path.abspath(text)
 
 

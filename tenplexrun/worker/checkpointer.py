@@ -71,12 +71,15 @@ class Checkpointer:
         return await asyncio.to_thread(self._ops[op], args)
 
     async def _newest(self, args: Record) -> Record:
-        candidates = await asyncio.to_thread(all_candidates, args["home"], args["origin"])
+        home = args["home"]
+        problem = await asyncio.to_thread(folders.trial, home) if home else None
+        warned = [f"no checkpoint can be written to {home} ({problem}): mend that; training goes on"] if problem else []
+        candidates = await asyncio.to_thread(all_candidates, home, args["origin"])
         if not candidates:
-            return {"checkpoint": None, "notes": [f"there is no checkpoint yet in {args['home']}"]}
+            return {"checkpoint": None, "notes": [*warned, f"there is no checkpoint yet in {home}"]}
         await asyncio.shield(self._imports)
         found, notes = await asyncio.to_thread(loading.newest, candidates, args["refused"])
-        return {"checkpoint": found and asdict(found), "notes": notes}
+        return {"checkpoint": found and asdict(found), "notes": warned + notes}
 
     def _load(self, args: Record) -> Record:
         layout, config = Layout.from_json(args["layout"]), records.config(args["config"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from dataclasses import dataclass
 
 from fsspec import AbstractFileSystem
@@ -65,6 +66,19 @@ class Folder:
 
 def reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".rstrip(": ")
+
+
+def trial(home: str) -> str | None:
+    """Write a file below `home` and remove it. Returns why that fails, if it does."""
+    try:
+        folder = Folder(home)
+        path = folder.at(f".trial-{uuid.uuid4().hex[:8]}")
+        folder.fs.makedirs(folder.path, exist_ok=True)
+        folder.fs.pipe_file(path, b"tenplexrun")
+        folder.fs.rm_file(path)
+    except Exception as error:  # whatever a backend raises
+        return reason(error)
+    return None
 
 
 def candidates(home: str) -> list[tuple[int, str]]:

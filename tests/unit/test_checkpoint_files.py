@@ -25,7 +25,7 @@ from tenplexrun.errors import CheckpointError, LayoutError
 from tenplexrun.store.arena import Arena
 from tenplexrun.worker import dcp as format_
 from tenplexrun.worker import loading, saving, shares
-from tenplexrun.worker.folders import Folder, candidates
+from tenplexrun.worker.folders import Folder, candidates, trial
 
 CONFIG = ParallelConfig(dp=2, tp=2)
 NODES = [[0, 1], [2, 3]]
@@ -340,3 +340,11 @@ def test_a_snapshot_that_changes_meanwhile_is_not_copied(tmp_path: Path) -> None
     slot.write_bytes(bytes(byte ^ 1 for byte in slot.read_bytes()))
     with pytest.raises(CheckpointError, match="changed while it was copied"):
         shares.take(index, LAYOUT, CONFIG, NODES, 0)
+
+
+def test_a_trial_says_whether_a_place_can_be_written_to(tmp_path: Path) -> None:
+    assert trial(str(tmp_path / "new")) is None
+    assert not any((tmp_path / "new").iterdir())
+    (tmp_path / "file").touch()
+    assert "file" in str(trial(str(tmp_path / "file" / "below")))
+    assert trial("memory://trial") is None
