@@ -129,6 +129,10 @@ REFUSED = [
     (["--hang-timeout=nan"], "nan"),
     (["--hang-timeout=9"], "2 * lease"),
     (["--hang-timeout=20", "--rdzv-conf=lease=11"], "2 * lease"),
+    (["--nproc-per-node=²"], "whole number"),
+    (["--local-ranks-filter=²"], "--local-ranks-filter"),
+    (["--checkpoint-dir="], "is empty"),
+    (["--checkpoint-from="], "is empty"),
     (["--nproc=2"], "--nproc"),
     (["--nproc-per-n=2"], "write --nproc-per-node in full"),
 ]
