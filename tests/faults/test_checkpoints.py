@@ -168,7 +168,7 @@ def test_a_kill_in_mid_write_leaves_the_one_before(cluster: Cluster, home: Path)
 
 def test_an_unwritable_folder_is_reported_and_training_goes_on(cluster: Cluster, home: Path) -> None:
     (home / "ck").mkdir()
-    command = job(home, 40, "--pause", "0.1")
+    command = job(home, 150, "--pause", "0.1")
     start(cluster, home, command, "--checkpoint-every=3", "--nproc-per-node=1")
     cluster.wait(lambda: complete(home), "a checkpoint")
     (home / "ck").rename(home / "away")
@@ -180,8 +180,8 @@ def test_an_unwritable_folder_is_reported_and_training_goes_on(cluster: Cluster,
     (home / "away").rename(home / "ck")
     assert {cluster.exit_code(name) for name in "ab"} == {0}
     assert "training goes on" in cluster.log("a") + cluster.log("b")
-    assert complete(home)[-1] == 40
-    same(steps(home), alone(home, 40), range(40))
+    assert complete(home)[-1] == 150
+    same(steps(home), alone(home, 150), range(150))
 
 
 @pytest.mark.slow
