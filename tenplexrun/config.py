@@ -19,6 +19,7 @@ from tenplexrun.core.parallel import ParallelConfig
 from tenplexrun.errors import UsageError
 from tenplexrun.flags import parser
 from tenplexrun.rdzv import Meeting, Timeouts
+from tenplexrun.tls import Tls
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +71,12 @@ class JobSpec:
     snapshot_every: Interval
     checkpoints: CheckpointSpec | None
     replicas: int
+    state_bytes: int
     data: DataSpec | None
     view_mode: str
+    view_window_bytes: int
     secret_file: str
+    tls: Tls | None
     output: Output
     events: str | None
     events_on_stderr: bool
@@ -119,9 +123,12 @@ def check(args: argparse.Namespace, environ: Mapping[str, str]) -> JobSpec:
         snapshot_every=_every(args.snapshot_every),
         checkpoints=_checkpoints(args),
         replicas=args.replicas,
+        state_bytes=_num_bytes("--state-files", args.state_files),
         data=_data(args),
         view_mode=args.view,
+        view_window_bytes=_num_bytes("--view-window", args.view_window),
         secret_file=args.secret_file or os.path.join(environ.get("HOME", "/"), ".tenplexrun", "secret"),
+        tls=_tls(args),
         output=_output(args, environ),
         events=args.events,
         events_on_stderr=args.event_log_handler == "console",
@@ -147,10 +154,23 @@ def _refuse(args: argparse.Namespace) -> None:
         raise UsageError("--node-rank cannot be negative")
     if args.max_churn is not None and args.max_churn < 0:
         raise UsageError("--max-churn cannot be negative")
+    if args.state_files != "0" and (args.checkpoint_dir or args.checkpoint_from):
+        raise UsageError("--state-files excludes --checkpoint-dir and --checkpoint-from: they are for job.state")
     if args.replicas < 1:
         raise UsageError("--replicas is a number of nodes of at least 1")
     if not _has_cwd():
         raise UsageError("the folder that this was started in is gone; cd to one that exists")
+
+
+def _tls(args: argparse.Namespace) -> Tls | None:
+    files = [args.tls_cert, args.tls_key, args.tls_ca]
+    if not any(files):
+        return None
+    if not all(files):
+        raise UsageError("--tls-cert, --tls-key and --tls-ca go together: give all three, or none")
+    tls = Tls(*map(os.path.abspath, files))
+    tls.server()  # a file that cannot be used is better known now
+    return tls
 
 
 def _every(text: str) -> Interval:
@@ -261,11 +281,13 @@ def _output(args: argparse.Namespace, environ: Mapping[str, str]) -> Output:
 
 
 def _checkpoints(args: argparse.Namespace) -> CheckpointSpec | None:
-    every = Every.parse(args.checkpoint_every)
+    every = Every.parse(args.checkpoint_every or "600s")
     if args.checkpoint_keep < 1:
         raise UsageError("--checkpoint-keep is a whole number of at least 1")
     if "" in (args.checkpoint_dir, args.checkpoint_from):
         raise UsageError("--checkpoint-dir and --checkpoint-from name a folder or a URL; one is empty")
+    if args.checkpoint_every and not args.checkpoint_dir:
+        raise UsageError("--checkpoint-every needs --checkpoint-dir URL: without it no checkpoint is written")
     if args.checkpoint_dir is None and args.checkpoint_from is None:
         return None
     return CheckpointSpec(_url(args.checkpoint_dir), _url(args.checkpoint_from), every, args.checkpoint_keep)
@@ -285,6 +307,14 @@ def _data(args: argparse.Namespace) -> DataSpec | None:
         args.data
     ).check_shown()  # what is wrong with it should be said now, not when all has been started
     return DataSpec(args.data, args.global_batch, args.micro_batch or args.global_batch, args.data_seed)
+
+
+def _num_bytes(flag: str, text: str) -> int:
+    """A number of bytes, with K, M, G or T for powers of 1,024."""
+    digits, unit = (text[:-1], text[-1:].upper()) if text[-1:].isalpha() else (text, "")
+    if not digits.isdecimal() or unit not in ("", "K", "M", "G", "T"):
+        raise UsageError(f"{flag} {text!r} is no number of bytes such as 64M or 2G")
+    return int(digits) << 10 * ("", "K", "M", "G", "T").index(unit)
 
 
 def _notes(num_workers: int, conf: Mapping[str, str], environ: Mapping[str, str]) -> tuple[str, ...]:

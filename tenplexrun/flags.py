@@ -144,6 +144,12 @@ OURS: dict[str, tuple[Flag, ...]] = {
             _whole(2),
         ),
         Flag(
+            "--state-files",
+            "what a rank may write for one step below $TENPLEX_STATE_DIR, in bytes, or as 64M or 2G: for scripts whose "
+            "state is files of their own (default 0: none are kept)",
+            _text("0", "BYTES"),
+        ),
+        Flag(
             "--snapshot-every",
             "steps, or seconds as 30s, between snapshots in memory; auto: as often as costs 2% of the time (default 1)",
             _text("1", "N|Ns|auto"),
@@ -154,7 +160,7 @@ OURS: dict[str, tuple[Flag, ...]] = {
             "torch.distributed.checkpoint; the newest one there is what a job starts from",
             _text(None, "URL"),
         ),
-        Flag("--checkpoint-every", "steps (500) or seconds (600s) between them (default 600s)", _text("600s", "N|Ns")),
+        Flag("--checkpoint-every", "steps (500) or seconds (600s) between them (default 600s)", _text(None, "N|Ns")),
         Flag("--checkpoint-keep", "how many of them are kept (default 2)", _whole(2)),
         Flag(
             "--checkpoint-from", "a checkpoint to start from while there is none of the job's own", _text(None, "URL")
@@ -171,9 +177,23 @@ OURS: dict[str, tuple[Flag, ...]] = {
             "--view", "how the data is shown (default auto)", {"default": "auto", "choices": ("auto", "fuse", "farm")}
         ),
         Flag(
+            "--view-window",
+            "without FUSE: how much of a rank's data is written as packed files for each round, the same on all nodes "
+            "(default 256M; FUSE shows the whole epoch, and so does job.loader)",
+            _text("256M", "BYTES"),
+        ),
+        Flag(
             "--secret-file",
             "secret that the nodes of a job share (default ~/.tenplexrun/secret, made if missing)",
             _text(None, "PATH"),
+        ),
+        *(
+            Flag(f"--tls-{name}", f"PEM file: {text}", _text(None, "FILE"))
+            for name, text in (
+                ("cert", "this node's certificate, for TLS between our own ports; with --tls-key and --tls-ca"),
+                ("key", "its private key"),
+                ("ca", "the authority that has signed the certificates of all nodes"),
+            )
         ),
     ),
     "changing nodes": (

@@ -42,8 +42,9 @@ from tenplexrun.vfs.client import ViewClient
 from tenplexrun.worker.checkpoint_client import CheckpointClient
 
 WARM_UP_NEWS_S = 10.0
-PATROL_S, SILENT_S, STRIKES = 2.0, 5.0, 2
-LOADING_STRIKES = 12  # of the checkpoint process: imports may hold it up
+MEETING_NEWS_S = 5.0
+PATROL_S, SILENT_S, STRIKES = 2.0, 10.0, 3
+LOADING_STRIKES = 7  # of the checkpoint process: imports may hold it up
 MAX_RESTARTS = 20  # of the store or the view, killed from outside; ends of their own are never repeated
 
 
@@ -81,7 +82,7 @@ class Node:
             patrols.append(
                 asyncio.ensure_future(self._patrol("checkpoints", LOADING_STRIKES, self._checkpoints_failed))
             )
-        links, desk = Links(self.node, self.token), Desk()
+        links, desk = Links(self.node, self.token, spec.tls), Desk()
         logs = WorkerLogs(self.output, alias=f"{spec.run_id}_{self.node}")
         link = hosting.name = await links.start(host)
         meeting, coordination = await self._meet(hosting)
@@ -107,6 +108,7 @@ class Node:
                 hangs=spec.timeouts.hangs,
                 checkpoints=checkpoints,
                 collector=self._collector(checkpoints),
+                state_bytes=spec.state_bytes,
                 hosting=hosting,
             )
             await self._warm_up()
@@ -131,7 +133,12 @@ class Node:
     async def _meet(self, hosting: Hosting) -> tuple[Meeting, Etcd]:
         """The run's etcd, and what this node has to know to host a part of it."""
         wanted = self.spec.meeting
-        meeting = await find_meeting(wanted, self.spec.local_addr, hosting)
+        text = f"no etcd answers yet at {', '.join(wanted.endpoints) or 'this node'}, waiting for it"
+        news = asyncio.get_running_loop().call_later(MEETING_NEWS_S, self.events.say, text)
+        try:
+            meeting = await find_meeting(wanted, self.spec.local_addr, hosting)
+        finally:
+            news.cancel()
         coordination = meeting.connect()
         if hosting.growing and isinstance(coordination, EtcdV3):
             hosting.members, hosting.named = Members(coordination), named_ports(wanted.endpoints)
@@ -237,6 +244,7 @@ class Node:
             "host": host,
             "token_file": str(self.node_dir / "token"),
             "socket": str(self.node_dir / "store.sock"),
+            "tls": self.spec.tls and self.spec.tls.to_json(),
         }
         await self.processes.spawn("store", module_command("tenplexrun.store.server", json.dumps(config)))
 
@@ -245,12 +253,14 @@ class Node:
             "dir": str(self.node_dir),
             "socket": str(self.node_dir / "view.sock"),
             "mode": self.spec.view_mode,
+            "window_bytes": self.spec.view_window_bytes,
         }
         command = module_command("tenplexrun.vfs.server", json.dumps(config))
         self.pids["view"] = await self.processes.spawn("view", command)
 
     async def _patrol(self, name: str, strikes: int, failed: Callable[[str], None]) -> None:
-        """Kill a process that hangs, and with it the waiting for its answers; `_keep_alive` starts it again.
+        """Kill a process that hangs, and with it the waiting for its answers; `_keep_alive` starts it again. Of a view
+        that shows files nobody waits for any.
 
         `strikes`: how often in a row it may not answer.
         """
@@ -260,7 +270,8 @@ class Node:
                 await asyncio.sleep(PATROL_S)
                 pid = self.pids[name]
                 try:
-                    await caller.hello(SILENT_S)
+                    if (await caller.hello(SILENT_S)).get("mode", "fuse") != "fuse":
+                        return
                     missed = 0
                 except ProcessError as error:
                     missed = missed + 1 if pid == self.pids[name] else 0

@@ -12,20 +12,28 @@ import torch
 from tenplexrun.core.layout import Layout, Local, Part, TensorSpec
 from tenplexrun.core.pieces import Index, Piece, copies
 from tenplexrun.core.regions import Region
-from tenplexrun.core.snapshots import ArenaMap
+from tenplexrun.core.snapshots import ArenaMap, Entry
 from tenplexrun.errors import LayoutError, StateLostError, StoreError
 from tenplexrun.worker import device
 from tenplexrun.worker.launch import Place
 from tenplexrun.worker.placements import local
+from tenplexrun.worker.staging import Copies, Stager, copies_of
 
 Tensors = Mapping[str, torch.Tensor]
 """By fqn."""
 
 
 class SlotWriter:
-    """This rank's entries of the node's two slot files. Raises StoreError when a file is not what was agreed."""
+    """This rank's entries of the node's two slot files. Raises StoreError when a file is not what was agreed.
 
-    def __init__(self, paths: Sequence[str], arena: ArenaMap, layout: Layout, place: Place) -> None:
+    `copies`: the device's, where tensors are not in the host's memory.
+    """
+
+    def __init__(
+        self, paths: Sequence[str], arena: ArenaMap, layout: Layout, place: Place, copies: Copies | None = None
+    ) -> None:
+        copies = copies or copies_of(place.device)
+        self._stager = Stager(copies) if copies is not None else None
         rank = place.config.rank(place.coord)
         self._entries = [(entry, _held(layout, entry.fqn, place)) for entry in arena.entries if entry.writer == rank]
         self._slots = [_mapped(Path(path), "r+") for path in paths] if arena.num_bytes else []
@@ -35,6 +43,19 @@ class SlotWriter:
 
     def write(self, slot: int, tensors: Tensors) -> None:
         """Copy local tensors to their places. Raises LayoutError when one has changed its shape or type."""
+        if self._stager is not None:
+            self._stager.put(
+                (data, device.flat(tensor if held.is_plain else _gathered(entry.region, tensor, held)))
+                for entry, held, tensor, data in self._places(slot, tensors)
+            )
+            return
+        for entry, held, tensor, data in self._places(slot, tensors):
+            if held.is_plain:
+                np.copyto(data, device.bytes_of(tensor))
+            else:
+                _gather(device.tensor_of(data, entry.dtype, entry.region.lengths), entry.region, tensor, held)
+
+    def _places(self, slot: int, tensors: Tensors) -> Iterator[tuple[Entry, Local, torch.Tensor, device.Bytes]]:
         for entry, held in self._entries:
             tensor = tensors[entry.fqn]
             if tuple(tensor.shape) != held.shape or device.dtype_name(tensor.dtype) != entry.dtype:
@@ -42,11 +63,7 @@ class SlotWriter:
                     f"tensor {entry.fqn} was declared as {entry.dtype} {held.shape}, but is {tensor.dtype} "
                     f"{tuple(tensor.shape)} now; state must keep its shapes and types during a round"
                 )
-            data = self._slots[slot][entry.offset : entry.offset + entry.num_bytes]
-            if held.is_plain:
-                np.copyto(data, device.bytes_of(tensor))
-            else:
-                _gather(device.tensor_of(data, entry.dtype, entry.region.lengths), entry.region, tensor, held)
+            yield entry, held, tensor, self._slots[slot][entry.offset : entry.offset + entry.num_bytes]
 
 
 class Snapshot:
@@ -119,6 +136,13 @@ def _parts(dense: torch.Tensor, held: Local) -> Iterator[tuple[Part, torch.Tenso
     for part in held.parts:
         start = dense.storage_offset() + part.offset
         yield part, dense.as_strided(part.region.lengths, part.strides, start)
+
+
+def _gathered(region: Region, tensor: torch.Tensor, held: Local) -> torch.Tensor:
+    """The canonical box `region` of a local tensor, on its own device."""
+    dest = torch.empty(region.lengths, dtype=tensor.dtype, device=tensor.device)
+    _gather(dest, region, tensor, held)
+    return dest
 
 
 def _gather(dest: torch.Tensor, region: Region, tensor: torch.Tensor, held: Local) -> None:
