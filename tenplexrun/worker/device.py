@@ -11,6 +11,8 @@ import torch
 from tenplexrun.errors import UsageError
 
 Bytes = npt.NDArray[np.uint8]
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Types that carry an element's bits, by size: torch has types that numpy lacks."""
 
 
 def pick(local_rank: int) -> torch.device:
@@ -35,6 +37,15 @@ def synchronize(device: torch.device) -> None:
 def bytes_of(tensor: torch.Tensor) -> Bytes:
     """A tensor's elements as bytes in row-major order: its own memory where it is dense on the CPU, else a copy."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def copy(dest: torch.Tensor, source: torch.Tensor) -> None:
+    """`dest.copy_(source)` of one type. On the CPU by numpy, whose copies take about half of torch's processor time."""
+    bits = _BITS.get(dest.element_size())
+    if dest.device.type == source.device.type == "cpu" and bits is not None:
+        np.copyto(dest.detach().view(bits).numpy(), source.detach().view(bits).numpy())
+    else:
+        dest.detach().copy_(source)
 
 
 def tensor_of(data: Bytes, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:

@@ -39,7 +39,7 @@ class Session:
         slots, replicated = self._agent.declare(layout, self._place.config, self._groups())
         self._start = self._restore(layout)
         arena = arena_map(layout, self._place.config, self._launch.node_ranks)
-        writer = SlotWriter(slots, arena, layout, self._place)
+        writer = SlotWriter(slots, arena, layout, self._place, self._launch.threads)
         turns, words = self._pacing(replicated)
         self._boundary = Boundary(self._agent, writer, turns, words, self._read)
         return self._start
@@ -89,7 +89,7 @@ class Session:
         began = time.monotonic()
         snapshot = Snapshot(reply["index"])
         targets = self._state.blank()
-        filled, num_bytes = snapshot.fill(targets, layout, self._place)
+        filled, num_bytes = snapshot.fill(targets, layout, self._place, self._launch.threads)
         missing = sorted(set(targets) - set(filled) - self._state.stream_names)
         if missing:
             raise StateLostError(
