@@ -25,6 +25,7 @@ from tenplexrun.channel import Channel
 from tenplexrun.core.commits import Commits, News
 from tenplexrun.core.rounds import Round
 from tenplexrun.errors import TenplexError, WireError
+from tenplexrun.tls import Tls
 
 PROBE_TIMEOUT_S = 1.0
 RETRY_S = 0.2
@@ -63,9 +64,11 @@ class _Peer:
 class Links:
     """Both ends. `bind` names who is told."""
 
-    def __init__(self, node: str, token: str) -> None:
+    def __init__(self, node: str, token: str, tls: Tls | None = None) -> None:
         self.node, self.address = node, ""
         self._token = token
+        self._server_tls = tls.server() if tls else None
+        self._client_tls = tls.client() if tls else None
         self._on_commit: OnCommit = _ignore
         self._on_lost: OnLost = _ignore
         self.on_replicate: OnReplicate = lambda round_number, step: None
@@ -92,7 +95,8 @@ class Links:
 
     async def start(self, host: str) -> str:
         """Listen on a port that the system assigns. Returns the address."""
-        self._server, self.address = await channel.serve(channel.join_host_port(host, 0), self._serve)
+        address = channel.join_host_port(host, 0)
+        self._server, self.address = await channel.serve(address, self._serve, tls=self._server_tls)
         return self.address
 
     async def close(self) -> None:
@@ -155,7 +159,7 @@ class Links:
     async def _keep(self, address: str) -> None:
         while True:
             with contextlib.suppress(TenplexError):
-                link = await channel.connect(address, self._from_decider, PROBE_TIMEOUT_S)
+                link = await channel.connect(address, self._from_decider, PROBE_TIMEOUT_S, self._client_tls)
                 try:
                     hello = await link.request("hello", 5.0, token=self._token, node=self.node, link=self.address)
                     self._decider = link

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hmac
 import logging
 import socket
+import ssl
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -32,8 +33,15 @@ MAX_CONNECTIONS = 64
 class PeerServer:
     """Serves peers from daemon threads, for as long as the process lives or until `close`."""
 
-    def __init__(self, arena: Arena, token: bytes, timeout_s: float = 30.0, counters: Counters | None = None) -> None:
-        self._arena, self._token, self._timeout_s = arena, token, timeout_s
+    def __init__(
+        self,
+        arena: Arena,
+        token: bytes,
+        timeout_s: float = 30.0,
+        counters: Counters | None = None,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self._arena, self._token, self._timeout_s, self._tls = arena, token, timeout_s, tls
         self._counters = counters or Counters()
         self._web = Web(arena, token, timeout_s, self._counters)
         self._places = threading.BoundedSemaphore(MAX_CONNECTIONS)
@@ -66,10 +74,10 @@ class PeerServer:
             else:
                 sock.close()
 
-    def _serve(self, sock: socket.socket) -> None:
+    def _serve(self, plain: socket.socket) -> None:
         try:
-            with sock:
-                tune(sock, self._timeout_s)
+            tune(plain, self._timeout_s)
+            with self._tls.wrap_socket(plain, server_side=True) if self._tls else plain as sock:
                 first = sock.recv(1)
                 if first == wire.MAGIC[:1]:
                     while self._answer_next(sock, first):

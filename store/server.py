@@ -5,7 +5,8 @@ Started as `python -m tenplexrun.store.server CONFIG`, CONFIG being JSON:
     {"dir": node directory (the arena is its folder "arena"), "host": the address to serve peers on,
      "token_file": file with the run's token, "socket": path of the control socket,
      "limit_bytes": what the arena may reserve at most (optional),
-     "timeout_s": the longest wait for any progress of a peer (optional, 20)}
+     "timeout_s": the longest wait for any progress of a peer (optional, 20),
+     "tls": {"cert", "key", "ca"}, for peers (optional, none)}
 
 It answers on the control socket once it is ready; "hello" tells the peers' port. Killed and started again on the same
 directory, it goes on with all that was sealed, at the same port.
@@ -36,6 +37,7 @@ from tenplexrun.store.pulls import Order, PullJob
 from tenplexrun.store.replication import ReplicaJob
 from tenplexrun.store.transfer import Peers
 from tenplexrun.store.web import Counters
+from tenplexrun.tls import Tls
 
 log = logging.getLogger(__name__)
 
@@ -55,12 +57,13 @@ class Config:
     socket: str
     limit_bytes: int | None
     timeout_s: float
+    tls: Tls | None
 
     @classmethod
     def parse(cls, text: str) -> Config:
         """Raises UsageError."""
         try:
-            needed, optional = ("dir", "host", "token_file", "socket"), ("limit_bytes", "timeout_s")
+            needed, optional = ("dir", "host", "token_file", "socket"), ("limit_bytes", "timeout_s", "tls")
             known = records.fields(json.loads(text), "the config", needed, optional)
             return cls(
                 Path(records.text(known["dir"], "dir")) / "arena",
@@ -69,6 +72,7 @@ class Config:
                 records.text(known["socket"], "socket"),
                 None if known.get("limit_bytes") is None else records.whole(known["limit_bytes"], "limit_bytes"),
                 float(known.get("timeout_s", 20.0)),
+                None if known.get("tls") is None else Tls(**known["tls"]),
             )
         except (LayoutError, OSError, ValueError, TypeError) as error:
             raise UsageError(f"the store cannot start: {error}") from error
@@ -204,12 +208,13 @@ async def serve(config: Config) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the agent's to handle: the state outlives the workers
     arena = Arena.open(config.folder, config.limit_bytes)
     counters = Counters()
-    peer_server = PeerServer(arena, config.token.encode(), config.timeout_s, counters)
+    server_tls, client_tls = (config.tls.server(), config.tls.client()) if config.tls else (None, None)
+    peer_server = PeerServer(arena, config.token.encode(), config.timeout_s, counters, server_tls)
     # Killed and started again, it must be where its peers know it to be.
     remembered = config.folder / "port"
     port = peer_server.start(config.host, int(remembered.read_text()) if remembered.exists() else 0)
     remembered.write_text(str(port))
-    control = Control(arena, Peers(config.token, config.timeout_s), port, counters)
+    control = Control(arena, Peers(config.token, config.timeout_s, client_tls), port, counters)
     server, _ = await channel.serve(f"unix:{config.socket}", control.handle)
     await server.serve_forever()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import socket
+import ssl
 import time
 
 from tenplexrun.core.records import Record
@@ -67,7 +68,10 @@ def receive_into(sock: socket.socket, view: memoryview) -> None:
 
 
 class Outbox:
-    """Writes to one socket: small ones are joined, long runs of a file go by sendfile. Raises OSError."""
+    """Writes to one socket: small ones are joined, long runs of a file go by sendfile, with TLS from its map.
+
+    Raises OSError.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -88,6 +92,9 @@ class Outbox:
             self.put(file.view[offset : offset + num_bytes])
             return
         self.flush()
+        if isinstance(self._sock, ssl.SSLSocket):  # the kernel cannot encrypt for us
+            self._sock.sendall(file.view[offset : offset + num_bytes])
+            return
         stop = offset + num_bytes
         while offset < stop:
             try:

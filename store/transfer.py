@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import ssl
 import threading
 import time
 from collections import deque
@@ -70,10 +71,11 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """How to talk to peers' stores: the run's token, and the longest wait for any progress of one."""
+    """How to talk to peers' stores: the run's token, the longest wait for any progress of one, and by TLS or not."""
 
     token: str
     timeout_s: float = 20.0
+    tls: ssl.SSLContext | None = None
 
     def ask(self, addresses: Iterable[str], request: wire.Request, read: Callable[[Record], Answer]) -> Answer:
         """What `read` makes of the first good answer of one of `addresses`. Raises WireError with all reasons,
@@ -102,8 +104,13 @@ class Peers:
     def connect(self, address: str) -> socket.socket:
         """Raises PeerLostError when nothing listens there."""
         try:
-            sock = socket.create_connection(split_host_port(address), min(self.timeout_s, CONNECT_TIMEOUT_S))
+            host, port = split_host_port(address)
+            sock = socket.create_connection((host, port), min(self.timeout_s, CONNECT_TIMEOUT_S))
+            if self.tls is not None:
+                sock = self.tls.wrap_socket(sock, server_hostname=host)
             tune(sock, self.timeout_s)
+        except ssl.CertificateError as error:
+            raise WireError(f"the store at {address} has no certificate for that address: {error}") from error
         except OSError as error:
             raise PeerLostError(f"cannot reach the store at {address}: {error}") from error
         return sock

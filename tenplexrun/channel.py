@@ -14,6 +14,7 @@ import contextlib
 import itertools
 import json
 import socket
+import ssl
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -119,14 +120,16 @@ class Channel:
                 await self._writer.drain()
 
 
-async def connect(address: str, handler: Handler | None = None, timeout_s: float = 10.0) -> Channel:
-    """A channel to `address`. Raises WireError when nothing listens there."""
+async def connect(
+    address: str, handler: Handler | None = None, timeout_s: float = 10.0, tls: ssl.SSLContext | None = None
+) -> Channel:
+    """A channel to `address`; `tls` is for TCP. Raises WireError when nothing listens there."""
     kind, target = _split(address)
     try:
         if kind == "unix":
             opening = asyncio.open_unix_connection(str(target), limit=MAX_LINE_BYTES)
         else:
-            opening = asyncio.open_connection(*target, limit=MAX_LINE_BYTES)
+            opening = asyncio.open_connection(*target, limit=MAX_LINE_BYTES, ssl=tls)
         reader, writer = await asyncio.wait_for(opening, timeout_s)
     except (OSError, asyncio.TimeoutError) as error:
         raise WireError(f"cannot reach {address}: {error or 'timed out'}") from error
@@ -142,7 +145,10 @@ async def from_socket(sock: socket.socket, handler: Handler | None = None) -> Ch
 
 
 async def serve(
-    address: str, handler: Handler, on_open: Callable[[Channel], None] | None = None
+    address: str,
+    handler: Handler,
+    on_open: Callable[[Channel], None] | None = None,
+    tls: ssl.SSLContext | None = None,
 ) -> tuple[asyncio.AbstractServer, str]:
     """Listen at `address` (port 0: assigned by the system). Returns the server and the real address."""
 
@@ -157,7 +163,7 @@ async def serve(
         server: asyncio.AbstractServer = await asyncio.start_unix_server(accept, str(target), limit=MAX_LINE_BYTES)
         return server, address
     host, port = target
-    tcp = await asyncio.start_server(accept, host, port, limit=MAX_LINE_BYTES)
+    tcp = await asyncio.start_server(accept, host, port, limit=MAX_LINE_BYTES, ssl=tls)
     return tcp, join_host_port(host, tcp.sockets[0].getsockname()[1])
 
 

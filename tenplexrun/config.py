@@ -19,6 +19,7 @@ from tenplexrun.core.parallel import ParallelConfig
 from tenplexrun.errors import UsageError
 from tenplexrun.flags import parser
 from tenplexrun.rdzv import Meeting, Timeouts
+from tenplexrun.tls import Tls
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,7 @@ class JobSpec:
     data: DataSpec | None
     view_mode: str
     secret_file: str
+    tls: Tls | None
     output: Output
     events: str | None
     events_on_stderr: bool
@@ -122,6 +124,7 @@ def check(args: argparse.Namespace, environ: Mapping[str, str]) -> JobSpec:
         data=_data(args),
         view_mode=args.view,
         secret_file=args.secret_file or os.path.join(environ.get("HOME", "/"), ".tenplexrun", "secret"),
+        tls=_tls(args),
         output=_output(args, environ),
         events=args.events,
         events_on_stderr=args.event_log_handler == "console",
@@ -151,6 +154,17 @@ def _refuse(args: argparse.Namespace) -> None:
         raise UsageError("--replicas is a number of nodes of at least 1")
     if not _has_cwd():
         raise UsageError("the folder that this was started in is gone; cd to one that exists")
+
+
+def _tls(args: argparse.Namespace) -> Tls | None:
+    files = [args.tls_cert, args.tls_key, args.tls_ca]
+    if not any(files):
+        return None
+    if not all(files):
+        raise UsageError("--tls-cert, --tls-key and --tls-ca go together: give all three, or none")
+    tls = Tls(*map(os.path.abspath, files))
+    tls.server()  # a file that cannot be used is better known now
+    return tls
 
 
 def _every(text: str) -> Interval:

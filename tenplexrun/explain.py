@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tenplexrun.assignment import least_cost
-from tenplexrun.core import models
+from tenplexrun.core import baselines, models
 from tenplexrun.core.layout import Layout
 from tenplexrun.core.parallel import AXES, ParallelConfig
 from tenplexrun.core.placement import place
@@ -243,6 +243,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--lost", default="", metavar="NODE,…", help="nodes whose memory is gone")
     command.add_argument("--link", type=float, default=12.5, metavar="GB/S", help="of each node, each way (12.5)")
     command.add_argument("--keep-order", action="store_true", help="nodes as given, not where the least moves")
+    command.add_argument("--baselines", action="store_true", help="also what moving everything would take")
     command.add_argument("--json", action="store_true", help="as JSON, with every fetch")
 
 
@@ -251,7 +252,19 @@ def run(args: argparse.Namespace) -> int:
     resize = resize_of(args)
     found = explain(resize)
     print(json.dumps(to_json(resize, found, fetches=True)) if args.json else text(resize, found))
+    if args.baselines and not args.json:
+        print(_baselines(resize))
     return 0
+
+
+def _baselines(resize: Resize) -> str:
+    everything = baselines.migrate_all(resize.target, resize.holders)
+    by_way = baselines.central(resize.target, resize.holders, resize.target.nodes[0])
+    return (
+        f"all        {size(everything.num_bytes)} if every node fetched all that it needs\n"
+        f"central    {size(by_way.num_bytes)} by way of {by_way.gather.node}: {size(by_way.gather.num_bytes)} to it, "
+        f"{size(by_way.scatter.num_bytes)} from it"
+    )
 
 
 def resize_of(args: argparse.Namespace) -> Resize:

@@ -175,6 +175,14 @@ OURS: dict[str, tuple[Flag, ...]] = {
             "secret that the nodes of a job share (default ~/.tenplexrun/secret, made if missing)",
             _text(None, "PATH"),
         ),
+        *(
+            Flag(f"--tls-{name}", f"PEM file: {text}", _text(None, "FILE"))
+            for name, text in (
+                ("cert", "this node's certificate, for TLS between our own ports; with --tls-key and --tls-ca"),
+                ("key", "its private key"),
+                ("ca", "the authority that has signed the certificates of all nodes"),
+            )
+        ),
     ),
     "changing nodes": (
         Flag(

@@ -76,7 +76,7 @@ class Node:
         keeping = asyncio.ensure_future(self._keep_alive(host, hosting, died))
         patrolling = asyncio.ensure_future(self._patrol())
         checkpoints = self._checkpoints()
-        links, desk = Links(self.node, self.token), Desk()
+        links, desk = Links(self.node, self.token, spec.tls), Desk()
         logs = WorkerLogs(self.output, alias=f"{spec.run_id}_{self.node}")
         link = hosting.name = await links.start(host)
         meeting, coordination = await self._meet(hosting)
@@ -231,6 +231,7 @@ class Node:
             "host": host,
             "token_file": str(self.node_dir / "token"),
             "socket": str(self.node_dir / "store.sock"),
+            "tls": self.spec.tls and self.spec.tls.to_json(),
         }
         await self.processes.spawn("store", module_command("tenplexrun.store.server", json.dumps(config)))
 

@@ -24,6 +24,8 @@ from tenplexrun.core.durable import Found
 from tenplexrun.core.rounds import FAILURES, Ack, Member, Round, Stop, Verdict
 from tenplexrun.errors import CheckpointError, QuorumLostError
 
+MAX_VAIN = 3
+"""So many rounds that fail alike, from one snapshot and without a newer one, are enough: it will not get better."""
 BLAME_S = 2.0
 """How long a job without restarts left waits for the news that a node is gone: links tell in milliseconds."""
 
@@ -66,6 +68,9 @@ def _blame(view: View, round_: Round, settings: Settings, now: float, late: bool
     if lost:
         cause = loss(lost, view)
         return Decision(cause.detail, replace(round_, cause=cause, failures=round_.failures - 1, first_failure=None))
+    if round_.vain >= MAX_VAIN:
+        again = f"{round_.vain} rounds in a row ended so, from the same snapshot and without a newer one: fix the cause"
+        return end(round_, Verdict(failure.exit_code, f"{failure.describe()}; {again}", failure), view.wall)
     if round_.failures <= settings.max_restarts:
         return None
     if late and now < view.since + BLAME_S:

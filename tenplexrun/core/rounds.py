@@ -90,6 +90,10 @@ class Failure:
         known = {int(number): number.name for number in signal.Signals}
         return f"signal {-self.code}" + (f" ({known[-self.code]})" if -self.code in known else "")
 
+    def is_like(self, other: Failure) -> bool:
+        """The same rank ended in the same way, and said the same last."""
+        return (self.rank, self.how, self.stderr[-1:]) == (other.rank, other.how, other.stderr[-1:])
+
     @property
     def exit_code(self) -> int:
         """What a launcher exits with for it: the worker's own code, 128 + N for signal N."""
@@ -185,6 +189,7 @@ class Round:
     `checkpoint`: read if there is no snapshot; `refused`: those that could not be. `saved`: the last step of which a
     durable checkpoint was published.
     `replicas`: on how many nodes each part of its snapshots shall be.
+    `vain`: how many rounds in a row have failed alike, from one snapshot, without a newer one.
     `churn`: how often nodes came or went. `departures`: by host, how often of late, and the Unix time of the last.
     """
 
@@ -214,6 +219,7 @@ class Round:
     checkpoint: Checkpoint | None = None
     refused: tuple[str, ...] = ()
     saved: int | None = None
+    vain: int = 0
 
     @property
     def start_step(self) -> int:

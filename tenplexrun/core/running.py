@@ -58,7 +58,7 @@ def _after_failure(view: View, round_: Round, settings: Settings, failure: Failu
         if failure.code == CheckpointError.exit_code:
             without = replace(round_, refused=(*round_.refused, round_.checkpoint.url), first_failure=None)
             return regather(view, without, settings, cause, stop)
-    failed = replace(round_, failures=round_.failures + 1, first_failure=failure)
+    failed = replace(round_, failures=round_.failures + 1, first_failure=failure, vain=_in_vain(view, round_, failure))
     unproven = round_.fallback
     if unproven is not None and all(ack.committed is None for ack in view.acks.values()):
         # The layout was somebody's wish and never got as far as a snapshot: go back to the one that worked, free.
@@ -68,6 +68,16 @@ def _after_failure(view: View, round_: Round, settings: Settings, failure: Failu
     if round_.failures >= settings.max_restarts and len(round_.participants) == 1:
         return end(round_, spent(failure, settings), view.wall, stop)
     return regather(view, failed, settings, cause, stop)
+
+
+def _in_vain(view: View, round_: Round, failure: Failure) -> int:
+    """How many rounds in a row, this one the last, have failed like this from one snapshot without a newer one."""
+    before = round_.first_failure
+    if round_.snapshot is None or any(ack.committed is not None for ack in view.acks.values()):
+        return 0
+    if before is None or not before.is_like(failure) or round_.snapshot.round == round_.number - 1:
+        return 1
+    return round_.vain + 1
 
 
 def _on_drains(view: View, round_: Round, settings: Settings, now: float, leaving: list[Request]) -> Decision:

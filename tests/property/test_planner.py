@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tenplexrun.core.baselines import central, migrate_all
 from tenplexrun.core.layout import Layout
 from tenplexrun.core.planner import ReconfigurationPlan, plan, plan_node
 from tenplexrun.core.ptc import PTC
@@ -108,6 +110,32 @@ def test_a_plan_gives_what_gather_then_slice_gives_at_the_lower_bound(pair: tupl
     assert moves.num_bytes == moves.lower_bound_bytes == bound_bytes(target, before)
     check_coverage(target.layout, target.config)
     assert sum(moves.egress().values()) == moves.num_bytes
+
+
+@given(pairs)
+def test_baselines_give_the_same_with_more_bytes(pair: tuple[PTC, PTC]) -> None:
+    current, target = pair
+    holders = holders_of(current)
+    before = memory_of(target.layout, holders)
+    nothing = memory_of(target.layout, {})
+    least = plan(target, holders)
+
+    everything = migrate_all(target, holders)
+    after = {**before, **{f"{node} ": tensors for node, tensors in nothing.items()}}
+    moves = {
+        f"{node} ": replace(part, node=f"{node} ") for node, part in everything.parts.items()
+    }  # what they held stays apart from what they get
+    after = execute(ReconfigurationPlan(moves), after)
+    assert_ranks_have_their_slices(target, {node: after[f"{node} "] for node in NODES})
+    assert everything.num_bytes == sum(part.needed_bytes for part in least.parts.values()) >= least.num_bytes
+
+    hub = target.nodes[0]
+    by_way = central(target, holders, hub)
+    gathered = execute(ReconfigurationPlan({hub: by_way.gather}), before)
+    scattered = execute(by_way.scatter, {node: gathered[node] if node == hub else nothing[node] for node in NODES})
+    assert_ranks_have_their_slices(target, scattered)
+    assert set(by_way.scatter.egress()) <= {hub}
+    assert by_way.num_bytes >= least.num_bytes
 
 
 @given(layouts().flatmap(placed))

@@ -144,5 +144,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert (record["num_bytes"], record["seconds"]) == (8, 8.0)
     assert record["operations"]["split"] == {"fetches": 2, "bytes": 8}
     with pytest.raises(SystemExit):
-        ctl.main(line)
-    assert "bound      8 B must cross the network at least: met" in capsys.readouterr().out
+        ctl.main([*line, "--baselines"])
+    told = capsys.readouterr().out
+    assert "bound      8 B must cross the network at least: met" in told
+    assert "central    " in told

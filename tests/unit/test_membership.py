@@ -102,6 +102,30 @@ def test_the_verdict_waits_a_moment_for_nodes_that_do_not_stop_and_no_longer() -
     assert written(decide(view(A, B, round_=round_), SETTINGS, 12.0)).phase == "ended"
 
 
+def lives(failures: list[Failure], committed: int | None = None) -> Round:
+    """Rounds that go on from a snapshot of round 0 and end with these failures, with restarts enough."""
+    settings, round_ = replace(SETTINGS, max_restarts=100), replace(RUNNING, number=1)
+    holdings = {"a": gathered("a", ranks=(0, 1)), "b": gathered("b", ranks=(2, 3))}
+    for failure in failures:
+        round_ = replace(round_, phase="running", snapshot=SnapshotId(0, 9, LAYOUT.digest))
+        acks = {"b": Ack("b", "failed", failure=failure, committed=committed)}
+        round_ = written(decide(view(A, B, round_=round_, acks=acks), settings, 20.0))
+        round_ = written(decide(view(A, B, round_=round_, acks=holdings), settings, 20.1))
+    return round_
+
+
+def test_rounds_that_fail_alike_without_a_newer_snapshot_end_the_job() -> None:
+    nan = replace(FAILURE, code=1, stderr=("step 12", "loss is NaN"))
+    ended = lives([nan] * 3)
+    assert ended.verdict is not None
+    assert (ended.verdict.code, ended.number) == (1, 4)
+    assert "3 rounds in a row ended so" in ended.verdict.message
+    assert lives([nan] * 2).phase == "running"
+    for other in (replace(nan, rank=2), replace(nan, code=3), replace(nan, stderr=("loss is NaN ",))):
+        assert lives([nan, nan, other, nan, nan]).phase == "running"
+    assert lives([nan] * 9, committed=10).phase == "running"
+
+
 def test_a_failure_whose_peer_was_lost_is_a_loss_and_costs_no_restart() -> None:
     """The survivor's all-reduce broke before the news of the dead node came."""
     after = written(decide(view(B, round_=stopped_for_failure()), SETTINGS, 10.1))
