@@ -22,6 +22,7 @@ from tenplexrun.agent.outage import PERSIST_S, Patience
 from tenplexrun.agent.rendezvous import Held, bury, join_run, leave_run, resume
 from tenplexrun.agent.session import NodeServices, Session
 from tenplexrun.agent.signals import Signals
+from tenplexrun.agent.state_files import FilesSession
 from tenplexrun.core import lifecycle as lc
 from tenplexrun.core import rounds
 from tenplexrun.core.lifecycle import Lifecycle
@@ -323,7 +324,8 @@ class Agent:
             f"round {round_.number}: {round_.parallel} on {len(round_.nodes)} node(s), {round_.origin} "
             f"({round_.cause.detail})"
         )
-        self._session = Session(self._member.node, round_, self._services, self._queue.put_nowait)
+        kind = FilesSession if self._services.state_bytes else Session
+        self._session = kind(self._member.node, round_, self._services, self._queue.put_nowait)
         self._desk.session = self._session
         self._session.start()
 

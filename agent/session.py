@@ -10,7 +10,6 @@ import contextlib
 import errno
 import functools
 import json
-import mmap
 import os
 import threading
 import time
@@ -29,8 +28,8 @@ from tenplexrun.agent.links import Links
 from tenplexrun.agent.logs import WorkerLogs
 from tenplexrun.agent.replication import Replication
 from tenplexrun.agent.transformer import Restored, Transformer
-from tenplexrun.agent.workers import End, Workers, victims
-from tenplexrun.core.control import NONE, ControlPage, num_bytes
+from tenplexrun.agent.workers import End, Workers, new_page, victims
+from tenplexrun.core.control import NONE
 from tenplexrun.core.hang import Bounds, Hang, Watch
 from tenplexrun.core.lifecycle import Event, StopWorkers, WorkersEnded
 from tenplexrun.core.rounds import Failure, Round
@@ -62,6 +61,7 @@ class NodeServices:
     hosting: Hosting
     checkpoints: CheckpointClient | None = None
     collector: Collector | None = None
+    state_bytes: int = 0  # of the files of one rank; 0: the script has none that are kept
 
 
 class Session:
@@ -71,7 +71,7 @@ class Session:
         mine = round_.participant(node)
         assert mine is not None
         self.round, self._node, self._mine, self._services, self._put = round_, node, mine, services, put
-        self._page = _new_page(services.control, round_.number, mine.num_workers)
+        self._page = new_page(services.control, round_.number, mine.num_workers)
         self._fence = threading.Lock()
         self._workers = Workers(services.pool, services.control, services.facts.grace_s, services.events)
         self._stopping = False
@@ -98,18 +98,27 @@ class Session:
 
     def start(self) -> None:
         """Move state and start workers, side by side."""
-        transformer = Transformer(self._services.store, self._services.events)
-        restoring = self._load() if self.round.checkpoint else transformer.restore(self._node, self.round)
-        self._restored = asyncio.ensure_future(restoring)
+        self._restored = asyncio.ensure_future(self._restore())
         self._starting = asyncio.ensure_future(self._start())
+
+    async def _restore(self) -> Restored:
+        transformer = Transformer(self._services.store, self._services.events)
+        return await (self._load() if self.round.checkpoint else transformer.restore(self._node, self.round))
+
+    async def _prepare(self) -> None:
+        """What else must be there before the workers start."""
+
+    def _env(self, local_rank: int) -> dict[str, str]:
+        return worker_env(os.environ, self.round, self._node, local_rank, self._services.facts)
 
     async def _start(self) -> None:
         services, number = self._services, self.round.number
         specs: list[WorkerSpec] = []
         try:
+            await self._prepare()
             data_dirs = await self._show_data()
             for local_rank in range(self._mine.num_workers):
-                env = worker_env(os.environ, self.round, self._node, local_rank, services.facts)
+                env = self._env(local_rank)
                 env["TORCHELASTIC_ERROR_FILE"] = error_file.make(self._error_path(local_rank))
                 if data_dirs:
                     env["TENPLEX_DATA_DIR"] = data_dirs[self._coord(local_rank)["dp"]]
@@ -387,13 +396,3 @@ class Session:
 def _reason(error: OSError) -> str:
     hint = "; raise the limit of open files (ulimit -n)" if error.errno == errno.EMFILE else ""
     return ": ".join(filter(None, (error.filename, error.strerror))) + hint
-
-
-def _new_page(path: Path, round_number: int, num_workers: int) -> ControlPage:
-    """A fresh control page under a new inode: workers of an older round keep theirs."""
-    fresh = path.with_suffix(".new")
-    with fresh.open("wb+") as file:
-        file.truncate(num_bytes(num_workers))
-        page = ControlPage.create(memoryview(mmap.mmap(file.fileno(), 0)), round_number, num_workers)
-    fresh.rename(path)
-    return page

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import mmap
 import signal
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from tenplexrun.agent import probe
 from tenplexrun.agent.events import EventLog
+from tenplexrun.core.control import ControlPage, num_bytes
 from tenplexrun.core.lifecycle import StopWorkers
 from tenplexrun.core.rounds import Failure
 from tenplexrun.ports import WorkerExit, WorkerPool
@@ -115,3 +117,13 @@ def victims(ends: Sequence[End], first_rank: int, failure: Failure, node: str) -
         groups.setdefault(f"{how}, {'stopped by us' if end.told else 'of its own, after it'}", []).append(rank)
     texts = [f"rank {', '.join(map(str, sorted(ranks)))} ({how})" for how, ranks in groups.items()]
     return "; ".join(texts)
+
+
+def new_page(path: Path, round_number: int, num_workers: int) -> ControlPage:
+    """A fresh control page under a new inode: workers of an older round keep theirs."""
+    fresh = path.with_suffix(".new")
+    with fresh.open("wb+") as file:
+        file.truncate(num_bytes(num_workers))
+        page = ControlPage.create(memoryview(mmap.mmap(file.fileno(), 0)), round_number, num_workers)
+    fresh.rename(path)
+    return page

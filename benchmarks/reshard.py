@@ -25,6 +25,7 @@ import json
 import os
 import socket
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -52,6 +53,8 @@ CASES = {
     "tp2 → dp2·tp2": (ParallelConfig(dp=2, tp=2), False),
 }
 Held = dict[str, Any]
+Times = dict[str, list[float]]
+Note = Callable[[str, float, float], None]
 
 
 # -- in the workers ---------------------------------------------------------------------------------------------
@@ -157,18 +160,18 @@ class Saved:
         await client.close()
         return snapshot
 
-    def prove(self) -> tuple[float, str]:
-        """Seconds to verify all checksums; the snapshot's index."""
+    def prove(self) -> tuple[float, float, str]:
+        """Seconds to verify all checksums, processor seconds of the store meanwhile; the snapshot's index."""
 
-        async def ask() -> tuple[float, str]:
+        async def ask() -> tuple[float, float, str]:
             client = await self.store.client()
-            began = states.time.monotonic()
+            began, cpu = time.monotonic(), self.store.processor_s()
             (holding,) = await client.inventory()
             index = await client.index(self._snapshot)
-            seconds = states.time.monotonic() - began
+            seconds, cpu = time.monotonic() - began, self.store.processor_s() - cpu
             await client.close()
             assert not holding["except"], holding
-            return seconds, index
+            return seconds, cpu, index
 
         return states.do(ask())
 
@@ -178,31 +181,35 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
-def measure(saved: Saved, config: ParallelConfig, across: bool, rounds: int) -> dict[str, list[float]]:
+def measure(
+    saved: Saved, config: ParallelConfig, across: bool, rounds: int
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Wall-clock and processor seconds by contender."""
     layout = states.gpt(saved.num_bytes, across)
     seconds: dict[str, list[float]] = {}
+    processor: dict[str, list[float]] = {}
 
-    def note(name: str, value: float) -> None:
+    def note(name: str, value: float, cpu: float) -> None:
         seconds.setdefault(name, []).append(value)
+        processor.setdefault(name, []).append(cpu)
 
     with states.crew(config.world_size) as workers, states.crew(2) as pair:
         workers.run(begin, layout, config, free_port())
-        _, index = saved.prove()
+        _, _, index = saved.prove()
         pair.run(prepare_copies, index, layout, config)
         pair.run(copy_boxes, True)
 
-        def ours(keep: Callable[[str, float], None]) -> None:
-            proof, index = saved.prove()
+        def ours(keep: Note) -> None:
+            proof, proof_cpu, index = saved.prove()
             filled = workers.run(fill, index)[0]
-            keep("tenplexrun", proof + filled)
-            keep("· its checksums", proof)
-            keep("· its copies", filled)
-            keep("· processor seconds of these", workers.cpu)
+            keep("tenplexrun", proof + filled, proof_cpu + workers.cpu)
+            keep("· its checksums", proof, proof_cpu)
+            keep("· its copies", filled, workers.cpu)
 
-        def peer(keep: Callable[[str, float], None], name: str) -> None:
-            keep(name, workers.run(dcp_load, str(saved.folder / name), saved.formats[name])[0])
+        def peer(keep: Note, name: str) -> None:
+            keep(name, workers.run(dcp_load, str(saved.folder / name), saved.formats[name])[0], workers.cpu)
 
-        contenders: list[Callable[[Callable[[str, float], None]], None]] = [ours]
+        contenders: list[Callable[[Note], None]] = [ours]
         contenders += [lambda keep, name=name: peer(keep, name) for name in saved.formats]
         for run in contenders:  # warms each, and proves what it has read
             run(lambda *_: None)
@@ -210,11 +217,10 @@ def measure(saved: Saved, config: ParallelConfig, across: bool, rounds: int) -> 
         for number in range(rounds):
             for run in contenders[number % 2 :: 1] + contenders[: number % 2]:
                 run(note)
-            note("limit", pair.run(copy_boxes, False)[0])
-            note("· its processor seconds", pair.cpu)
-            note("· with warm maps", pair.run(copy_boxes, True)[0])
+            note("limit", pair.run(copy_boxes, False)[0], pair.cpu)
+            note("· with warm maps", pair.run(copy_boxes, True)[0], pair.cpu)
         workers.run(end)
-    return seconds
+    return seconds, processor
 
 
 def goals_of(case: str, seconds: dict[str, list[float]]) -> list[Goal]:
@@ -240,20 +246,20 @@ def main() -> int:
         formats["safetensors"] = True
     else:
         print("safetensors is not installed: its column is left out")
-    goals, data = [], {}
+    goals, data, processor = [], {}, {}
     with states.shared_folder(5 * num_bytes) as folder, states.store(folder / "node") as store:
         saved = Saved(store, folder, num_bytes, formats)
         chosen = list(CASES.items()) if args.only is None else [list(CASES.items())[args.only]]
         for case, (config, across) in chosen:
-            data[case] = measure(saved, config, across, rounds)
+            data[case], processor[case] = measure(saved, config, across, rounds)
             goals += goals_of(case, data[case])
     print(f"{states.gpt(num_bytes).num_bytes / states.GIB:.2f} GiB at tp2 in shared memory → new workers, seconds\n")
-    print(f"{'':26}  {'median':>8}   {'least … most'}")
+    print(f"{'':26}  {'processor':>9}  {'median':>8}   {'least … most'}")
     for case, seconds in data.items():
         print(case)
         for name, values in seconds.items():
-            print(f"  {name:24}  {cell(values, rounds)}")
-    return finish("reshard", goals, {"seconds": data, "bytes": num_bytes}, args.check)
+            print(f"  {name:24}  {median(processor[case][name]):9.3f}  {cell(values, rounds)}")
+    return finish("reshard", goals, {"seconds": data, "processor_seconds": processor, "bytes": num_bytes}, args.check)
 
 
 if __name__ == "__main__":

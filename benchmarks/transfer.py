@@ -20,9 +20,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import importlib.util
 import mmap
 import os
+import runpy
 import socket
 import sys
 import threading
@@ -181,13 +181,10 @@ async def between_two(folder: Path, num_bytes: int, runs: int, crew: states.Crew
 
 @contextlib.contextmanager
 def four_hosts(folder: Path) -> Iterator[dict[str, states.Store]]:
-    spec = importlib.util.spec_from_file_location("hosts", ROOT / "examples" / "hosts.py")
-    assert spec is not None and spec.loader is not None
-    hosts = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(hosts)
-    if reason := hosts.missing():
+    hosts = runpy.run_path(str(ROOT / "examples" / "hosts.py"))
+    if reason := hosts["missing"]():
         raise NotImplementedError(reason)
-    with hosts.Hosts() as network, contextlib.ExitStack() as stack:
+    with hosts["Hosts"]() as network, contextlib.ExitStack() as stack:
         stores = {}
         for name in HOSTS:
             address = network.add(name)

@@ -71,8 +71,10 @@ class JobSpec:
     snapshot_every: Interval
     checkpoints: CheckpointSpec | None
     replicas: int
+    state_bytes: int
     data: DataSpec | None
     view_mode: str
+    view_window_bytes: int
     secret_file: str
     tls: Tls | None
     output: Output
@@ -121,8 +123,10 @@ def check(args: argparse.Namespace, environ: Mapping[str, str]) -> JobSpec:
         snapshot_every=_every(args.snapshot_every),
         checkpoints=_checkpoints(args),
         replicas=args.replicas,
+        state_bytes=_num_bytes("--state-files", args.state_files),
         data=_data(args),
         view_mode=args.view,
+        view_window_bytes=_num_bytes("--view-window", args.view_window),
         secret_file=args.secret_file or os.path.join(environ.get("HOME", "/"), ".tenplexrun", "secret"),
         tls=_tls(args),
         output=_output(args, environ),
@@ -150,6 +154,8 @@ def _refuse(args: argparse.Namespace) -> None:
         raise UsageError("--node-rank cannot be negative")
     if args.max_churn is not None and args.max_churn < 0:
         raise UsageError("--max-churn cannot be negative")
+    if args.state_files != "0" and (args.checkpoint_dir or args.checkpoint_from):
+        raise UsageError("--state-files excludes --checkpoint-dir and --checkpoint-from: they are for job.state")
     if args.replicas < 1:
         raise UsageError("--replicas is a number of nodes of at least 1")
     if not _has_cwd():
@@ -297,6 +303,14 @@ def _data(args: argparse.Namespace) -> DataSpec | None:
         args.data
     ).check_shown()  # what is wrong with it should be said now, not when all has been started
     return DataSpec(args.data, args.global_batch, args.micro_batch or args.global_batch, args.data_seed)
+
+
+def _num_bytes(flag: str, text: str) -> int:
+    """A number of bytes, with K, M, G or T for powers of 1,024."""
+    digits, unit = (text[:-1], text[-1:].upper()) if text[-1:].isalpha() else (text, "")
+    if not digits.isdecimal() or unit not in ("", "K", "M", "G", "T"):
+        raise UsageError(f"{flag} {text!r} is no number of bytes such as 64M or 2G")
+    return int(digits) << 10 * ("", "K", "M", "G", "T").index(unit)
 
 
 def _notes(num_workers: int, conf: Mapping[str, str], environ: Mapping[str, str]) -> tuple[str, ...]:

@@ -144,6 +144,12 @@ OURS: dict[str, tuple[Flag, ...]] = {
             _whole(2),
         ),
         Flag(
+            "--state-files",
+            "what a rank may write for one step below $TENPLEX_STATE_DIR, in bytes, or as 64M or 2G: for scripts whose "
+            "state is files of their own (default 0: none are kept)",
+            _text("0", "BYTES"),
+        ),
+        Flag(
             "--snapshot-every",
             "steps, or seconds as 30s, between snapshots in memory; auto: as often as costs 2% of the time (default 1)",
             _text("1", "N|Ns|auto"),
@@ -169,6 +175,12 @@ OURS: dict[str, tuple[Flag, ...]] = {
         Flag("--data-seed", "seed of the order; with --data (default 0)", _whole(0)),
         Flag(
             "--view", "how the data is shown (default auto)", {"default": "auto", "choices": ("auto", "fuse", "farm")}
+        ),
+        Flag(
+            "--view-window",
+            "without FUSE: how much of a rank's data is written as packed files for each round, the same on all nodes "
+            "(default 256M; FUSE shows the whole epoch, and so does job.loader)",
+            _text("256M", "BYTES"),
         ),
         Flag(
             "--secret-file",

@@ -42,7 +42,7 @@ from tenplexrun.vfs.client import ViewClient
 from tenplexrun.worker.checkpoint_client import CheckpointClient
 
 WARM_UP_NEWS_S = 10.0
-VIEW_PATROL_S, VIEW_SILENT_S, VIEW_STRIKES = 2.0, 5.0, 2
+VIEW_PATROL_S, VIEW_SILENT_S, VIEW_STRIKES = 2.0, 10.0, 3
 MAX_RESTARTS = 20  # of the store or the view, killed from outside; ends of their own are never repeated
 
 
@@ -102,6 +102,7 @@ class Node:
                 hangs=spec.timeouts.hangs,
                 checkpoints=checkpoints,
                 collector=self._collector(checkpoints),
+                state_bytes=spec.state_bytes,
                 hosting=hosting,
             )
             await self._warm_up()
@@ -240,19 +241,21 @@ class Node:
             "dir": str(self.node_dir),
             "socket": str(self.node_dir / "view.sock"),
             "mode": self.spec.view_mode,
+            "window_bytes": self.spec.view_window_bytes,
         }
         command = module_command("tenplexrun.vfs.server", json.dumps(config))
         self.view_pid = await self.processes.spawn("view", command)
 
     async def _patrol(self) -> None:
-        """Kill a view that hangs, and with it its readers' waiting; `_keep_alive` mounts it again."""
+        """Kill a mount that hangs, and with it its readers' waiting; `_keep_alive` makes it anew. Files need nobody."""
         strikes, view = 0, ViewClient(str(self.node_dir / "view.sock"))
         try:
             while True:
                 await asyncio.sleep(VIEW_PATROL_S)
                 pid = self.view_pid
                 try:
-                    await view.hello(VIEW_SILENT_S)
+                    if (await view.hello(VIEW_SILENT_S))["mode"] != "fuse":
+                        return
                     strikes = 0
                 except ProcessError as error:
                     strikes = strikes + 1 if pid == self.view_pid else 0

@@ -1,8 +1,8 @@
 """The view without FUSE: real files and links, in the same places, with the same content.
 
 A directory is written beside its place and renamed; `current` flips by rename too. Only a bounded window is written,
-`MAX_BYTES` a rank: so much of each round a script sees that reads packs. The Python loader needs nothing but the links
-to the extents, and is not bound by it.
+`WINDOW_BYTES` a rank by default: so much of each round a script sees that reads packs. The Python loader needs nothing
+but the links to the extents, and is not bound by it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tenplexrun.errors import ArenaFullError, DataError
 from tenplexrun.vfs.mounts import clear
 from tenplexrun.vfs.view import Directory, File, Link, Node
 
-MAX_BYTES = 256 << 20
+WINDOW_BYTES = 256 << 20
 _BLOCK_BYTES = 4 << 20
 
 
@@ -86,6 +86,6 @@ def _failure(error: OSError, path: Path) -> Exception:
         return DataError(f"cannot write the dataset view {path}: {error}")
     free = shutil.disk_usage(path.parent).free
     return ArenaFullError(
-        f"the dataset view {path} needs up to {MAX_BYTES} bytes of shared memory, {free} are free: "
-        "free some (df -h /dev/shm), enlarge it, or allow FUSE (/dev/fuse), whose view takes none"
+        f"the dataset view {path} needs more shared memory than the {free} bytes that are free: free some (df -h "
+        "/dev/shm), enlarge it, give a smaller --view-window, or allow FUSE (/dev/fuse), whose view takes none"
     )

@@ -124,10 +124,12 @@ class Mount(pyfuse3.Operations):  # type: ignore[misc]
         self._detach(shelf.pop(name, None))
         shelf[name] = self._grow(node)
 
-    def _refresh(self, inode: _Inode) -> None:
-        """A live directory gets what is there now, new inodes for what has changed."""
-        if isinstance(inode.node, Live):
-            found = inode.node.entries()
+    async def _refresh(self, inode: _Inode) -> None:
+        """A live directory gets what is there now, with new inodes for what has changed; one that has gone stays."""
+        if not isinstance(inode.node, Live):
+            return
+        found = await asyncio.to_thread(inode.node.entries)
+        if inode.attached:
             for name in [name for name, child in inode.listed.items() if child.node is not found.get(name)]:
                 self._detach(inode.listed.pop(name))
             for name in found.keys() - inode.listed.keys():
@@ -157,7 +159,6 @@ class Mount(pyfuse3.Operations):  # type: ignore[misc]
     def _child(self, parent: _Inode, name: str) -> _Inode:
         if not isinstance(parent.node, Directory | Live):
             raise pyfuse3.FUSEError(errno.ENOTDIR)
-        self._refresh(parent)
         found = parent.listed.get(name) or parent.unlisted.get(name)
         if found is None:
             hidden = parent.node.hidden(name) if isinstance(parent.node, Directory) else None
@@ -192,7 +193,9 @@ class Mount(pyfuse3.Operations):  # type: ignore[misc]
 
     @_guarded
     async def lookup(self, parent_inode: int, name: bytes, ctx: object) -> Any:
-        child = self._child(self._inode(parent_inode), os.fsdecode(name))
+        parent = self._inode(parent_inode)
+        await self._refresh(parent)
+        child = self._child(parent, os.fsdecode(name))
         child.lookups += 1
         return self._attributes(child)
 
@@ -216,7 +219,7 @@ class Mount(pyfuse3.Operations):  # type: ignore[misc]
     @_guarded
     async def opendir(self, inode: int, ctx: object) -> int:
         handle = next(self._handles)
-        self._refresh(self._inode(inode))
+        await self._refresh(self._inode(inode))
         self._open_directories[handle] = sorted(self._inode(inode).listed.items())
         return handle
 

@@ -1,9 +1,9 @@
 """The process of the dataset view: `python -m tenplexrun.vfs.server '{"dir": ..., "socket": ..., "mode": "auto"}'`.
 
 `dir` is the node's directory: samples go to its `extents/`, the view to its `view/`, the store's folder is `arena/`.
-`socket` is the path of the control socket (protocol of `tenplexrun.channel`), `mode` one of auto, fuse, farm. What is
-shown is noted in `views.json`, so that a process started after a kill -9 shows the same again. SIGTERM and SIGINT
-unmount and end with exit code 0.
+`socket` is the path of the control socket (protocol of `tenplexrun.channel`), `mode` one of auto, fuse, farm,
+`window_bytes` how much of a rank's data a farm writes in a round. What is shown is noted in `views.json`, so that a
+process started after a kill -9 shows the same again. SIGTERM and SIGINT unmount and end with exit code 0.
 """
 
 from __future__ import annotations
@@ -46,13 +46,14 @@ class Surface(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """`serving` answers the kernel as long as the view is mounted; a farm needs nobody."""
+    """`serving` answers the kernel as long as the view is mounted; a farm needs nobody, but room: `limit_bytes`."""
 
     surface: Surface
     mode: str
     reason: str
     serving: Callable[[], Awaitable[None]] | None = None
     stop: Callable[[], None] = lambda: None
+    limit_bytes: int | None = None
 
 
 class Reporter:
@@ -68,9 +69,32 @@ class Reporter:
             listener.notify("failed", message=message)
 
 
-def choose(mode: str, home: Path, report: Callable[[str], None]) -> Chosen:
+@dataclass(frozen=True, slots=True)
+class Config:
+    """See the module's docstring."""
+
+    home: Path
+    socket: str
+    mode: str
+    window_bytes: int
+
+    @classmethod
+    def parse(cls, text: str) -> Config:
+        """Raises UsageError."""
+        try:
+            record = json.loads(text)
+            home, socket, mode = Path(record["dir"]).resolve(), str(record["socket"]), str(record.get("mode", "auto"))
+            config = cls(home, socket, mode, int(record.get("window_bytes", farm.WINDOW_BYTES)))
+        except (KeyError, TypeError, ValueError) as error:
+            raise UsageError(f"the configuration should be one JSON object with dir, socket, mode: {error!r}") from None
+        if mode not in MODES:
+            raise UsageError(f"mode {mode!r} should be one of {', '.join(MODES)}")
+        return config
+
+
+def choose(config: Config, report: Callable[[str], None]) -> Chosen:
     """Mount, or fall back to files. Raises DataError where mode="fuse" and FUSE cannot be had."""
-    refused, path = "asked for", home / "view"
+    refused, home, mode, path = "asked for", config.home, config.mode, config.home / "view"
     if mode != "farm":
         try:
             return _mount(path, Directory({"state": Live(Snapshots(home / "arena"))}), report)
@@ -80,7 +104,7 @@ def choose(mode: str, home: Path, report: Callable[[str], None]) -> Chosen:
         raise DataError(f"{refused}; install FUSE, allow /dev/fuse, or let the view be files (mode farm)")
     surface = farm.Farm(path)
     surface.start()
-    return Chosen(surface, "farm", refused)
+    return Chosen(surface, "farm", refused, limit_bytes=config.window_bytes)
 
 
 def _mount(path: Path, root: Directory, report: Callable[[str], None]) -> Chosen:
@@ -139,7 +163,9 @@ class Views:
         request = {**request, "order": {**request["order"], **order.to_json()}}
         shown = self._shown.setdefault((number, rank), [])
         if request not in shown:
-            limit = farm.MAX_BYTES // (extents.catalogue.sample_bytes + 16) if self._chosen.mode == "farm" else None
+            limit = self._chosen.limit_bytes
+            if limit is not None:
+                limit //= extents.catalogue.sample_bytes + 16  # and its id and weight
             directory = tree(window(order, rank, size, consumed, limit), extents)
             self._chosen.surface.show(_group(rank), _name(number, len(shown)), directory, current=not shown)
             shown.append(request)
@@ -191,13 +217,14 @@ def _complete(record: Record, extents: Extents) -> DataOrder:
     return order
 
 
-async def serve(home: Path, socket: str, mode: str) -> None:
+async def serve(config: Config) -> None:
     """Run until SIGTERM or SIGINT. Raises ProcessError when somebody else unmounts the view."""
+    home, socket = config.home, config.socket
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     report = Reporter()
-    chosen = choose(mode, home, report)
+    chosen = choose(config, report)
     views = Views(chosen, home)
     kernel = asyncio.ensure_future(chosen.serving() if chosen.serving else stop.wait())
     try:
@@ -218,21 +245,10 @@ async def serve(home: Path, socket: str, mode: str) -> None:
 def main() -> None:
     """Read the configuration in argv[1] and serve. Errors are one line; the exit code is the error's."""
     try:
-        asyncio.run(serve(*_configuration(sys.argv)))
+        asyncio.run(serve(Config.parse(sys.argv[1] if len(sys.argv) == 2 else "")))
     except TenplexError as error:
         print(f"dataset view: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
-
-
-def _configuration(argv: list[str]) -> tuple[Path, str, str]:
-    try:
-        config = json.loads(argv[1])
-        home, socket, mode = Path(config["dir"]).resolve(), str(config["socket"]), str(config.get("mode", "auto"))
-    except (IndexError, KeyError, TypeError, ValueError) as error:
-        raise UsageError(f"the configuration should be one JSON object with dir, socket, mode: {error!r}") from None
-    if mode not in MODES:
-        raise UsageError(f"mode {mode!r} should be one of {', '.join(MODES)}")
-    return home, socket, mode
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,38 +32,36 @@ from tenplexrun.core.dtypes import item_bytes
 from tenplexrun.core.layout import Layout
 from tenplexrun.core.pieces import Index, Piece, copies, index_name, layout_name, row_major_boxes
 from tenplexrun.core.regions import Region, subtract
-from tenplexrun.errors import TenplexError
-from tenplexrun.vfs.view import Directory, Link, Node, array_file, json_file
+from tenplexrun.vfs.view import Link, Live, Node, array_file, json_file
 
 _SAME_SIZE = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}
 
 
 class Snapshots:
-    """The entries of `state/`, from the store's folder `arena`."""
+    """The entries of `state/`, from the store's folder `arena`. Several threads may ask."""
 
     def __init__(self, arena: Path) -> None:
-        self._arena = arena
+        self._arena, self._lock = arena, threading.Lock()
         self._shown: tuple[Path, int] | None = None
         self._entries: dict[str, Node] = {}
 
     def __call__(self) -> Mapping[str, Node]:
         """What is there now; objects stay the same as long as their snapshot is the newest."""
-        for path in self._newest_first():
-            try:
-                found = path, path.stat().st_ino
-                if found == self._shown:
+        with self._lock:
+            for path in self._newest_first():
+                try:
+                    found = path, path.stat().st_ino
+                    if found == self._shown:
+                        return self._entries
+                    record = json.loads(path.read_bytes())
+                except (OSError, ValueError):
+                    continue  # gone: there is a newer one, or none
+                if record["committed"]:
+                    name = str(record["snapshot"]["step"])
+                    self._shown, self._entries = found, {name: Live(_Once(self._arena, record)), "current": Link(name)}
                     return self._entries
-                index = Index.from_json(json.loads(path.read_bytes()))
-                if not index.committed:
-                    continue
-                layout = Layout.from_json(json.loads((self._arena / layout_name(index.snapshot.digest)).read_bytes()))
-            except (OSError, ValueError, TenplexError):
-                continue  # gone, or being taken over: there is a newer one, or none
-            name, files = str(index.snapshot.step), snapshot_files(index, layout, self._arena)
-            self._shown, self._entries = found, {name: files, "current": Link(name)}
+            self._shown, self._entries = None, {}
             return self._entries
-        self._shown, self._entries = None, {}
-        return self._entries
 
     def _newest_first(self) -> list[Path]:
         def age(path: Path) -> tuple[int, int]:
@@ -72,8 +71,27 @@ class Snapshots:
         return sorted(self._arena.glob("snapshot-*-*-*.json"), key=age, reverse=True)
 
 
-def snapshot_files(index: Index, layout: Layout, arena: Path) -> Directory:
-    """The directory of one snapshot, whose pieces lie in `arena`."""
+class _Once:
+    """The entries of a snapshot's directory, made when somebody looks for the first time: there may be thousands."""
+
+    def __init__(self, arena: Path, record: dict[str, Any]) -> None:
+        self._arena, self._record, self._lock = arena, record, threading.Lock()
+        self._entries: Mapping[str, Node] | None = None
+
+    def __call__(self) -> Mapping[str, Node]:
+        with self._lock:
+            if self._entries is None:
+                index = Index.from_json(self._record)
+                try:
+                    content = (self._arena / layout_name(index.snapshot.digest)).read_bytes()
+                except FileNotFoundError:
+                    raise _stale(self._arena) from None
+                self._entries = snapshot_files(index, Layout.from_json(json.loads(content)), self._arena)
+            return self._entries
+
+
+def snapshot_files(index: Index, layout: Layout, arena: Path) -> dict[str, Node]:
+    """The files of one snapshot, whose pieces lie in `arena`."""
     pieces: dict[str, list[Piece]] = {}
     for piece in index.pieces:
         if not piece.region.is_empty:
@@ -93,8 +111,8 @@ def snapshot_files(index: Index, layout: Layout, arena: Path) -> Directory:
         ]
         whole = boxes == [Region.whole(spec.shape)]
         facts = {"fqn": fqn, "dtype": spec.dtype, "shape": list(spec.shape), "whole": whole, "files": parts}
-        entries[f"{name}.json"] = json_file(facts)
-    return Directory(entries)
+        entries[f"{name}.json"] = json_file(facts, indent=None)  # many times faster
+    return entries
 
 
 def file_name(fqn: str) -> str:
@@ -111,6 +129,8 @@ def numpy_type(dtype: str) -> np.dtype[Any]:
 
 def _boxes(regions: list[Region]) -> list[Region]:
     """Their bounding box if they fill it, else those of them that lie in no other one."""
+    if len(set(regions)) == 1:
+        return regions[:1]
     offsets = tuple(map(min, zip(*(region.offsets for region in regions), strict=True)))
     stops = map(max, zip(*(region.stops for region in regions), strict=True))
     bounds = Region(offsets, tuple(stop - offset for stop, offset in zip(stops, offsets, strict=True)))

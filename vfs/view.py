@@ -18,6 +18,7 @@ listed, since they have no end.
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import math
@@ -203,14 +204,19 @@ def _cursor(shown: Window) -> dict[str, Any]:
 
 def array_file(shape: tuple[int, ...], dtype: np.dtype[Any], elements: _Rows) -> File:
     """A .npy file; `elements(first, count)` computes some of its elements, row-major."""
+    return _records(_npy_header(shape, dtype), math.prod(shape), dtype.itemsize, elements)
+
+
+@functools.lru_cache(maxsize=1024)
+def _npy_header(shape: tuple[int, ...], dtype: np.dtype[Any]) -> bytes:
     header = io.BytesIO()
     description = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
     np.lib.format.write_array_header_1_0(header, description)
-    return _records(header.getvalue(), math.prod(shape), dtype.itemsize, elements)
+    return header.getvalue()
 
 
-def json_file(record: dict[str, Any]) -> File:
-    return _text(json.dumps(record, indent=1) + "\n")
+def json_file(record: dict[str, Any], indent: int | None = 1) -> File:
+    return _text(json.dumps(record, indent=indent) + "\n")
 
 
 def _text(text: str) -> File:

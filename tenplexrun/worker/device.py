@@ -36,7 +36,12 @@ def synchronize(device: torch.device) -> None:
 
 def bytes_of(tensor: torch.Tensor) -> Bytes:
     """A tensor's elements as bytes in row-major order: its own memory where it is dense on the CPU, else a copy."""
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return flat(tensor.cpu()).numpy()
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's elements as uint8 [bytes] in row-major order, on its own device; a copy only where it is not dense."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def copy(dest: torch.Tensor, source: torch.Tensor) -> None:

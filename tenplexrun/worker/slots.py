@@ -18,6 +18,7 @@ from tenplexrun.errors import LayoutError, StateLostError, StoreError
 from tenplexrun.worker import device
 from tenplexrun.worker.launch import Place
 from tenplexrun.worker.placements import local
+from tenplexrun.worker.staging import Copies, Stager, copies_of
 
 Tensors = Mapping[str, torch.Tensor]
 """By fqn."""
@@ -28,10 +29,21 @@ Move = tuple[torch.Tensor, torch.Tensor]
 class SlotWriter:
     """This rank's entries of the node's two slot files, written by `threads`.
 
-    Raises StoreError when a file is not what was agreed.
+    `copies`: the device's, where tensors are not in the host's memory. Raises StoreError when a file is not what was
+    agreed.
     """
 
-    def __init__(self, paths: Sequence[str], arena: ArenaMap, layout: Layout, place: Place, threads: int = 1) -> None:
+    def __init__(
+        self,
+        paths: Sequence[str],
+        arena: ArenaMap,
+        layout: Layout,
+        place: Place,
+        threads: int = 1,
+        copies: Copies | None = None,
+    ) -> None:
+        copies = copies or copies_of(place.device)
+        self._stager = Stager(copies) if copies is not None else None
         rank = place.config.rank(place.coord)
         own = [(entry, _held(layout, entry.fqn, place)) for entry in arena.entries if entry.writer == rank]
         self._threads = threads
@@ -44,7 +56,19 @@ class SlotWriter:
 
     def write(self, slot: int, tensors: Tensors) -> None:
         """Copy local tensors to their places. Raises LayoutError when one has changed its shape or type."""
+        places = self._places(slot, tensors)
+        if self._stager is not None:
+            self._stager.put(
+                (device.bytes_of(dest), device.flat(tensor if held.is_plain else _gathered(region, tensor, held)))
+                for region, held, tensor, dest in places
+            )
+            return
         moves: list[Move] = []
+        for region, held, tensor, dest in places:
+            moves += [(dest.view(held.shape), tensor)] if held.is_plain else _parted(dest, region, tensor, held)
+        _copy_all(moves, self._threads)
+
+    def _places(self, slot: int, tensors: Tensors) -> Iterator[tuple[Region, Local, torch.Tensor, torch.Tensor]]:
         for entry, held, dest in self._slots[slot] if self._slots else ():
             tensor = tensors[entry.fqn].detach()
             if tensor.shape != held.shape or device.dtype_name(tensor.dtype) != entry.dtype:
@@ -52,11 +76,7 @@ class SlotWriter:
                     f"tensor {entry.fqn} was declared as {entry.dtype} {held.shape}, but is {tensor.dtype} "
                     f"{tuple(tensor.shape)} now; state must keep its shapes and types during a round"
                 )
-            if held.is_plain:
-                moves.append((dest.view(held.shape), tensor))
-            else:
-                moves += _gathered(dest, entry.region, tensor, held)
-        _copy_all(moves, self._threads)
+            yield entry.region, held, tensor, dest
 
 
 class Snapshot:
@@ -143,7 +163,14 @@ def _parts(dense: torch.Tensor, held: Local) -> Iterator[tuple[Part, torch.Tenso
         yield part, dense.as_strided(part.region.lengths, part.strides, start)
 
 
-def _gathered(dest: torch.Tensor, region: Region, tensor: torch.Tensor, held: Local) -> Iterator[Move]:
+def _gathered(region: Region, tensor: torch.Tensor, held: Local) -> torch.Tensor:
+    """The canonical box `region` of a local tensor, on its own device."""
+    dest = torch.empty(region.lengths, dtype=tensor.dtype, device=tensor.device)
+    _copy_all(list(_parted(dest, region, tensor, held)), 1)
+    return dest
+
+
+def _parted(dest: torch.Tensor, region: Region, tensor: torch.Tensor, held: Local) -> Iterator[Move]:
     """What fills `dest`, which holds the canonical box `region`, from the boxes of a local tensor."""
     for part, view in _parts(tensor.contiguous(), held):
         common = part.region.intersect(region)

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tenplexrun.agent.events import EventLog
+from tenplexrun.agent.transformer import Transformer
 from tenplexrun.core.arena import arena_map
 from tenplexrun.core.layout import Layout, Shard, TensorSpec
 from tenplexrun.core.parallel import ParallelConfig
@@ -339,3 +341,49 @@ def test_starts_without_heavy_imports() -> None:
     env = {**os.environ, "PYTHONSAFEPATH": "1"}
     loaded = subprocess.run([sys.executable, "-c", code], cwd="/", env=env, capture_output=True, text=True, check=True)
     assert not {"torch", "etcd", "pyfuse3", "urllib3"} & set(loaded.stdout.split())
+
+
+def test_a_store_killed_in_the_middle_of_its_own_pull_begins_again(store: Callable[..., StoreProcess]) -> None:
+    async def scenario() -> None:
+        puller = store("a")
+        (a, _), (b, address) = await ready(puller), await ready(store("b"))
+        snapshot = await hold_big(b)
+        pulling = await begin_pull(a, snapshot, address)
+        await killed_and_restarted(puller)
+        assert (await pulling)["num_bytes"] == 48 << 20
+        assert [held["except"] for held in await a.inventory()] == [[]]
+        assert len(list((puller.folder / "arena").glob("*.bin"))) == 1, "what had come before is gone"
+
+    run(scenario)
+
+
+def test_a_long_move_is_told_of_and_a_superseded_one_is_given_up(
+    store: Callable[..., StoreProcess], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def told(kind: str) -> list[dict[str, Any]]:
+        found = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
+        return [event for event in found if event["event"] == kind]
+
+    async def scenario() -> None:
+        puller, victim = store("a"), store("b")
+        (a, _), (b, address) = await ready(puller), await ready(victim)
+        snapshot, events = await hold_big(b), EventLog("a", tmp_path / "events.jsonl")
+        victim.process.send_signal(signal.SIGSTOP)
+        fetch = {"fqn": "big", "source": "b", "region": [[0], [48 << 20]], "num_bytes": 48 << 20, "address": address}
+        claim = {"config": ONE.to_json(), "ranks": [0]}
+        pulling = a.pull(snapshot, BIG.to_json(), claim, [{**fetch, "alternatives": []}])
+        moving = asyncio.ensure_future(Transformer(a, events)._pull(7, pulling))
+        while not told("moving"):
+            await asyncio.sleep(0.05)
+        moving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await moving
+        victim.process.send_signal(signal.SIGCONT)
+        assert [event["round"] for event in told("move_abandoned")] == [7]
+        while (await a.progress())["total_bytes"]:
+            await asyncio.sleep(0.05)
+        assert await a.inventory() == []
+        events.close()
+
+    run(scenario)
+    assert "moving state: 0 of 48 MiB" in capfd.readouterr().err

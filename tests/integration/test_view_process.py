@@ -30,12 +30,13 @@ DEADLINE_S = 60.0
 class Process:
     """A view process on a node directory in shared memory."""
 
-    def __init__(self, home: Path, mode: str, prefix: tuple[str, ...] = ()) -> None:
+    def __init__(self, home: Path, mode: str, prefix: tuple[str, ...] = (), **options: Any) -> None:
         self.home, self.socket, self.mode, self.prefix = home, home / "view.sock", mode, prefix
+        self.options = options
         self.running: subprocess.Popen[str] | None = None
 
     def start(self) -> Process:
-        config = {"dir": str(self.home), "socket": str(self.socket), "mode": self.mode}
+        config = {"dir": str(self.home), "socket": str(self.socket), "mode": self.mode, **self.options}
         command = [*self.prefix, sys.executable, "-m", "tenplexrun.vfs.server", json.dumps(config)]
         self.running = subprocess.Popen(command, cwd=self.home.parent, stderr=subprocess.PIPE, text=True)
         return self
@@ -76,8 +77,8 @@ def start(home: Path) -> Iterator[Callable[..., Process]]:
     """Starts view processes; skips the test where FUSE is asked for and refused."""
     started: list[Process] = []
 
-    def start(mode: str, prefix: tuple[str, ...] = ()) -> Process:
-        process = Process(home, mode, prefix)
+    def start(mode: str, prefix: tuple[str, ...] = (), **options: Any) -> Process:
+        process = Process(home, mode, prefix, **options)
         started.append(process.start())
         assert process.running is not None
         until(lambda: process.socket.exists() or process.running.poll() is not None)  # type: ignore[union-attr]
@@ -278,6 +279,13 @@ def test_ended_by_somebody_elses_unmount(start: Callable[..., Process], order: d
     code, said = view.end(0)
     assert code == 73
     assert "start it again" in said
+
+
+def test_a_farm_writes_as_much_as_it_may(start: Callable[..., Process], order: dict[str, Any]) -> None:
+    """A row takes 100 bytes, its id and its weight 8 each; a step has 12 rows of this rank."""
+    place = start("farm", window_bytes=40 * 116).show(1, order)
+    assert (place / "pack-00000.bin").stat().st_size == 36 * 100
+    assert json.loads((place / "cursor.json").read_text())["steps"] == 3
 
 
 def without_sys_admin() -> tuple[str, ...]:

@@ -174,6 +174,6 @@ def test_full_memory_is_named(tmp_path: Path) -> None:
 
     farm = Farm(tmp_path / "view")
     farm.start()
-    with pytest.raises(ArenaFullError, match="are free"):
+    with pytest.raises(ArenaFullError, match="smaller --view-window"):
         farm.show("dp-0000", "round-1", Directory({"x": File(5, full)}), current=True)
     assert list((tmp_path / "view" / "dp-0000").iterdir()) == []

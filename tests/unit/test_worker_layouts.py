@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import prod
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from fake_device import FakeCopies
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -102,8 +104,9 @@ def save(folder: Path, config: ParallelConfig) -> Path:
     layout = union(config)
     ranks = range(config.world_size)
     arena = arena_map(layout, config, ranks)
-    slot = folder / "slot.bin"
-    slot.write_bytes(bytes(arena.num_bytes))
+    slot, other = folder / "slot.bin", folder / "staged.bin"
+    for path in (slot, other):
+        path.write_bytes(bytes(arena.num_bytes))
     for rank in ranks:
         with rank_of(config, rank) as (place, mesh):
             state, _ = make(place, mesh)
@@ -114,7 +117,10 @@ def save(folder: Path, config: ParallelConfig) -> Path:
                 elif not fqn.startswith("rng."):
                     fill_with_own_indices(tensor, layout.spec(fqn), place)
             state.adopt(filled, state.values())
-            SlotWriter([str(slot)], arena, layout, place).write(0, state.read())
+            SlotWriter([str(slot)], arena, layout, place, threads=2).write(0, state.read())
+            staged = SlotWriter([str(other)], arena, layout, place, copies=FakeCopies(random.Random(rank)))
+            staged.write(0, state.read())
+    assert other.read_bytes() == slot.read_bytes(), "what a device stages is the same"
     return write_index(folder, layout, config, arena)
 
 
@@ -159,7 +165,7 @@ def test_restore_into_another_layout(saved: tuple[ParallelConfig, Path], target:
     for rank in range(target.world_size):
         with rank_of(target, rank) as (place, mesh):
             state, optimizer = make(place, mesh)
-            filled, num_bytes = snapshot.fill(state.blank(), layout, place)
+            filled, num_bytes = snapshot.fill(state.blank(), layout, place, threads=2)
             existed = all(place.coord[axis] < current.size(axis) for axis in AXES)
             assert set(state.blank()) - set(filled) == (set() if existed else state.stream_names)
             assert num_bytes > 0
