@@ -302,6 +302,8 @@ class Agent:
             self._finish(action.round.verdict or Verdict(0, "the job has ended"))
         elif isinstance(action, lc.Leave):
             self._finish(Verdict(143, "this node has left, the job goes on"))
+        elif isinstance(action, lc.StandBy):
+            self._services.events.say(f"round {action.round.number} runs without this node, which waits to be taken in")
         elif isinstance(action, lc.SendAck):
             key = f"{self._folder}/acks/{action.round}/{self._member.node}"
             self._last_ack = (key, json.dumps(rounds.to_json(action.ack)))
@@ -320,10 +322,7 @@ class Agent:
             await self._persistently(functools.partial(self._coordination.put, key, document))
 
     def _start_round(self, round_: Round) -> None:
-        self._services.events.say(
-            f"round {round_.number}: {round_.parallel} on {len(round_.nodes)} node(s), {round_.origin} "
-            f"({round_.cause.detail})"
-        )
+        self._services.events.say(round_.news)
         kind = FilesSession if self._services.state_bytes else Session
         self._session = kind(self._member.node, round_, self._services, self._queue.put_nowait)
         self._desk.session = self._session

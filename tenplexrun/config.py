@@ -281,9 +281,11 @@ def _output(args: argparse.Namespace, environ: Mapping[str, str]) -> Output:
 
 
 def _checkpoints(args: argparse.Namespace) -> CheckpointSpec | None:
-    every = Every.parse(args.checkpoint_every)
+    every = Every.parse(args.checkpoint_every or "600s")
     if args.checkpoint_keep < 1:
         raise UsageError("--checkpoint-keep is a whole number of at least 1")
+    if args.checkpoint_every and not args.checkpoint_dir:
+        raise UsageError("--checkpoint-every needs --checkpoint-dir URL: without it no checkpoint is written")
     if args.checkpoint_dir is None and args.checkpoint_from is None:
         return None
     return CheckpointSpec(_url(args.checkpoint_dir), _url(args.checkpoint_from), every, args.checkpoint_keep)

@@ -46,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
         command.add_argument("--rdzv-endpoint", required=True, metavar="HOST:PORT,...", help="the job's etcd")
         command.add_argument(
-            "--rdzv-backend", choices=rdzv.RUNNING, default="etcd", help="as the job's, if it is etcd-*"
+            "--rdzv-backend", choices=rdzv.HOSTED + rdzv.RUNNING, default="static", help="as the job's"
         )
         command.add_argument("--rdzv-conf", default="", metavar="K=V,...", help="as the job's: TLS and user")
         command.add_argument("--rdzv-id", metavar="ID", help="name of the job (default: the only one)")
@@ -162,15 +162,20 @@ def _resize(args: argparse.Namespace) -> int:
 
 async def _with_job(args: argparse.Namespace, work: Any) -> Any:
     access = rdzv.find_access(rdzv.read_conf(args.rdzv_conf))
-    wanted = Meeting(rdzv.find_endpoints(args.rdzv_endpoint), False, None, rdzv.APIS.get(args.rdzv_backend), access)
+    port = rdzv.ETCD_PORT if args.rdzv_backend in rdzv.RUNNING else rdzv.C10D_PORT  # as tenplexrun's
+    wanted = Meeting(
+        rdzv.find_endpoints(args.rdzv_endpoint, port), False, None, rdzv.APIS.get(args.rdzv_backend), access
+    )
     coordination = (await find_running(wanted)).connect()
     try:
         names = [args.rdzv_id] if args.rdzv_id else await run_ids(coordination)
         folders = [folder for name in names if (folder := await current_epoch(coordination, name)) is not None]
         if len(folders) != 1:
-            what = f"no job {args.rdzv_id!r} runs" if args.rdzv_id else f"{len(folders)} jobs run"
+            if not folders:
+                job = f"no job {args.rdzv_id!r}" if args.rdzv_id else "no job"
+                raise UsageError(f"{job} runs at {args.rdzv_endpoint}; correct --rdzv-endpoint or --rdzv-id")
             raise UsageError(
-                f"{what} at {args.rdzv_endpoint}; name it with --rdzv-id ({', '.join(names) or 'none here'})"
+                f"{len(folders)} jobs run at {args.rdzv_endpoint}; name one with --rdzv-id ({', '.join(names)})"
             )
         [folder] = folders
         return await work(coordination, folder)
@@ -219,7 +224,18 @@ def _report(args: argparse.Namespace) -> int:
 def _events(args: argparse.Namespace) -> int:
     for event in read_events(args.events):
         stamp = time.strftime("%H:%M:%S", time.localtime(event["t"])) + f".{int(event['t'] * 1000) % 1000:03d}"
-        shown = {key: f"{value:.3f}" if isinstance(value, float) else value for key, value in event.items()}
+        shown = {key: _shown(value) for key, value in event.items() if value is not None}
         rest = " ".join(f"{key}={value}" for key, value in shown.items() if key not in ("t", "node", "event"))
         print(f"{stamp} {event['node']} {event['event']} {rest}")
     return 0
+
+
+def _shown(value: Any) -> Any:
+    """A field of an event, for people."""
+    if isinstance(value, float):
+        return f"{value:.3f}"
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return ",".join(value)
+    if isinstance(value, dict):
+        return ",".join(f"{key}:{item}" for key, item in value.items())
+    return value

@@ -160,7 +160,7 @@ OURS: dict[str, tuple[Flag, ...]] = {
             "torch.distributed.checkpoint; the newest one there is what a job starts from",
             _text(None, "URL"),
         ),
-        Flag("--checkpoint-every", "steps (500) or seconds (600s) between them (default 600s)", _text("600s", "N|Ns")),
+        Flag("--checkpoint-every", "steps (500) or seconds (600s) between them (default 600s)", _text(None, "N|Ns")),
         Flag("--checkpoint-keep", "how many of them are kept (default 2)", _whole(2)),
         Flag(
             "--checkpoint-from", "a checkpoint to start from while there is none of the job's own", _text(None, "URL")

@@ -42,6 +42,7 @@ from tenplexrun.vfs.client import ViewClient
 from tenplexrun.worker.checkpoint_client import CheckpointClient
 
 WARM_UP_NEWS_S = 10.0
+MEETING_NEWS_S = 5.0
 VIEW_PATROL_S, VIEW_SILENT_S, VIEW_STRIKES = 2.0, 10.0, 3
 MAX_RESTARTS = 20  # of the store or the view, killed from outside; ends of their own are never repeated
 
@@ -126,7 +127,12 @@ class Node:
     async def _meet(self, hosting: Hosting) -> tuple[Meeting, Etcd]:
         """The run's etcd, and what this node has to know to host a part of it."""
         wanted = self.spec.meeting
-        meeting = await find_meeting(wanted, self.spec.local_addr, hosting)
+        text = f"no etcd answers yet at {', '.join(wanted.endpoints) or 'this node'}, waiting for it"
+        news = asyncio.get_running_loop().call_later(MEETING_NEWS_S, self.events.say, text)
+        try:
+            meeting = await find_meeting(wanted, self.spec.local_addr, hosting)
+        finally:
+            news.cancel()
         coordination = meeting.connect()
         if hosting.growing and isinstance(coordination, EtcdV3):
             hosting.members, hosting.named = Members(coordination), named_ports(wanted.endpoints)

@@ -47,8 +47,8 @@ class Timeouts:
             raise UsageError("last_call_timeout and --shutdown-timeout cannot be negative")
         if self.hang_s is not None and self.hang_s < self.unreachable_s:
             raise UsageError(
-                f"--hang-timeout {self.hang_s:g}: a silent node is given up after {self.unreachable_s:g} s, and until "
-                f"then workers wait for it; need 2 * lease (--rdzv-conf) <= hang-timeout"
+                f"--hang-timeout {self.hang_s:g}: workers may wait {self.unreachable_s:g} s for a silent node without "
+                f"a hang; name at least 2 * lease = {self.unreachable_s:g}, or a shorter --rdzv-conf lease=SECONDS"
             )
 
     @property

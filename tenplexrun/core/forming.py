@@ -104,6 +104,15 @@ def impossible(sizes: ParallelConfig, num_workers: int, min_nodes: int, max_node
     )
 
 
+def misfit(members: Sequence[Member], sizes: ParallelConfig, min_nodes: int, max_nodes: int) -> str:
+    """Why `select` finds none of these nodes to fit."""
+    most = min(max_nodes, len(members))
+    for num_workers in sorted({member.num_workers for member in members}):
+        if (why := impossible(sizes, num_workers, min(min_nodes, most), most)) is not None:
+            return why
+    return f"the {len(members)} nodes here cannot be laid out as {sizes} (times dp)"
+
+
 def refusal(layouts: Iterable[Layout], config: ParallelConfig) -> str | None:
     """Why the job's tensors cannot be laid out under `config`; None if they can."""
     try:

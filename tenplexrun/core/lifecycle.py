@@ -131,7 +131,14 @@ class Leave:
     """This node was asked to leave, and the round goes on without it."""
 
 
-Action = Hold | AwaitParked | StopWorkers | Gather | SendAck | StartRound | Exit | Leave
+@dataclass(frozen=True, slots=True)
+class StandBy:
+    """This round runs without this node, which waits until it is taken in; said once a round."""
+
+    round: Round
+
+
+Action = Hold | AwaitParked | StopWorkers | Gather | SendAck | StartRound | Exit | Leave | StandBy
 
 
 _HOWS = get_args(How)  # from the mildest on
@@ -150,6 +157,7 @@ class Lifecycle:
         self._done = False
         self._finished: int | None = None
         self._gathering: int | None = None
+        self._standing_by: int | None = None
 
     @property
     def training(self) -> bool:
@@ -202,7 +210,10 @@ class Lifecycle:
         if seen.participant(self.node) is not None:
             self.live, self._done = seen.number, False
             return [StartRound(seen)]
-        return [Leave()] if self.draining else []
+        if self.draining:
+            return [Leave()]
+        told, self._standing_by = self._standing_by, seen.number
+        return [] if told == seen.number else [StandBy(seen)]
 
     def _on_ended(self, event: WorkersEnded) -> list[Action]:
         if event.round != self.live or self.round is None:

@@ -236,6 +236,12 @@ class Round:
         return "from step 0: no living nodes hold a snapshot"
 
     @property
+    def news(self) -> str:
+        """Of a running round, for people."""
+        where = f"{self.parallel} on {len(self.nodes)} node(s)"
+        return f"round {self.number}: {where}, {self.origin} ({self.cause.detail})"
+
+    @property
     def nodes(self) -> tuple[str, ...]:
         return tuple(p.node for p in self.participants)
 

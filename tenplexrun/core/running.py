@@ -103,7 +103,7 @@ def _on_resize(view: View, round_: Round, settings: Settings, request: Request) 
     members = forming.in_rank_order(view.members.values(), round_.nodes, view.seen)
     selection = forming.select(members, sizes, settings.min_nodes, settings.max_nodes)
     if selection is None:
-        why: str | None = f"the {len(members)} nodes here cannot be laid out as {sizes} (times dp)"
+        why: str | None = forming.misfit(members, sizes, settings.min_nodes, settings.max_nodes)
     else:
         why = forming.refusal(view.layouts.values(), selection.parallel)
     if why is not None or selection is None:

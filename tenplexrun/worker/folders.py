@@ -33,7 +33,9 @@ class Folder:
         try:
             found: tuple[AbstractFileSystem, str] = url_to_fs(self.url)
         except (ImportError, ValueError, OSError) as error:
-            raise CheckpointError(f"{url}: {error}") from error
+            raise CheckpointError(
+                f"{url}: {error}; correct the URL, or install fsspec's package for it on all nodes"
+            ) from error
         self.fs, self.path = found
 
     def at(self, name: str) -> str:

@@ -248,7 +248,7 @@ class Agent:
                 self._write_ack()
         elif isinstance(action, lc.Exit):
             self.leave(action.round.verdict)
-        else:
+        elif isinstance(action, lc.Leave):
             self.leave(None)
 
     def _write_ack(self) -> None:

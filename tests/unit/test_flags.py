@@ -129,6 +129,7 @@ REFUSED = [
     (["--hang-timeout=nan"], "nan"),
     (["--hang-timeout=9"], "2 * lease"),
     (["--hang-timeout=20", "--rdzv-conf=lease=11"], "2 * lease"),
+    (["--checkpoint-every=50"], "needs --checkpoint-dir"),
     (["--nproc=2"], "--nproc"),
     (["--nproc-per-n=2"], "write --nproc-per-node in full"),
 ]

@@ -212,6 +212,8 @@ def test_wishes_are_refused_with_a_reason_or_lead_to_a_boundary() -> None:
 
     for impossible in ({"tp": 3}, {"pp": 8}, {"pp": 0}):
         assert (ask(**impossible).answers or {})["r"].startswith("refused:")
+    assert "make --nproc-per-node a multiple of --tp" in (ask(tp=3).answers or {})["r"]
+    assert "a world of 2 to 4 workers is not divisible by pp=8" in (ask(pp=8).answers or {})["r"]
     assert ask(tp=2).round is None
     after = written(ask(pp=2))
     assert (after.sizes, after.fallback, after.stop.mode) == (ParallelConfig(pp=2, tp=2), SETTINGS.sizes, "boundary")

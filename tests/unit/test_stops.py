@@ -21,6 +21,7 @@ from tenplexrun.core.lifecycle import (
     Gather,
     Lifecycle,
     RoundSeen,
+    StandBy,
     StartRound,
     Stopped,
     StopWorkers,
@@ -93,6 +94,13 @@ def test_a_stop_is_said_once_and_only_ever_gets_harder() -> None:
     assert machine.on(RoundSeen(ended)) == [StopWorkers(3, "rescue")]
     assert machine.on(RoundSeen(replace(ended, decider="b:1"))) == [], "not before the workers have gone"
     assert isinstance(machine.on(Stopped(3))[0], Exit)
+
+
+def test_a_node_that_a_round_runs_without_says_so_once_a_round() -> None:
+    machine, saved, later = Lifecycle("c"), replace(RUNNING, saved=9), replace(RUNNING, number=4)
+    assert machine.on(RoundSeen(RUNNING)) == [StandBy(RUNNING)]
+    assert machine.on(RoundSeen(saved)) == []
+    assert machine.on(RoundSeen(later)) == [StandBy(later)]
 
 
 def test_workers_that_finish_as_they_are_told_to_stop() -> None:
