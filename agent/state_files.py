@@ -1,10 +1,10 @@
 """$TENPLEX_STATE_DIR: the checkpoint files of scripts that know nothing of job.state, kept as snapshots are.
 
 Each rank has a folder in shared memory. It writes step-N.tmp/ there and renames it to step-N/, every rank the same
-steps in the same order (an empty folder will do). Once all ranks of the node have step N, their folders are packed into
-the store's slots, as the rows of one tensor (`core.files`); from there on they are state like any other: sealed,
-replicated to buddies, committed when all nodes have it. Then older steps are removed. A new round finds the newest
-committed step in each rank's folder, and nothing else, provided that its layout is the same.
+steps in the same order (an empty folder will do), and removes none. Once all ranks of the node have step N, their
+folders are packed into the store's slots, as the rows of one tensor (`core.files`); from there on they are state like
+any other: sealed, replicated to buddies, committed when all nodes have it. Then older steps are removed. A new round
+finds the newest committed step in each rank's folder, and nothing else, provided that its layout is the same.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class FilesSession(Session):
 
     def _env(self, local_rank: int) -> dict[str, str]:
         rank = self._mine.first_rank + local_rank
-        step = max(files.steps_in(os.listdir(self._folder(rank))), default=0)
+        step = max(self._steps(rank), default=0)
         more = {"TENPLEX_STATE_DIR": str(self._folder(rank)), "TENPLEX_RESUME_STEP": str(step)}
         return {**super()._env(local_rank), **more}
 
@@ -105,14 +105,22 @@ class FilesSession(Session):
 
     def _next(self, done: int) -> int | None:
         """The first step after `done` that all ranks of this node have."""
-        there = [files.steps_in(os.listdir(self._folder(rank))) for rank in self._mine.ranks]
+        there = map(self._steps, self._mine.ranks)
         return min((step for step in set.intersection(*there) if step > done), default=None)
+
+    def _steps(self, rank: int) -> set[int]:
+        try:
+            return files.steps_in(os.listdir(self._folder(rank)))
+        except FileNotFoundError:  # the script has removed even that
+            return set()
 
     async def _keep(self, step: int, slot: int, path: str) -> None:
         try:
             values = await asyncio.to_thread(self._pack, step, path)
         except TenplexError as error:
             self._fail_here(f"files of step {step}", error)
+        except OSError as error:
+            self._fail_here(f"files of step {step}", StoreError(str(error)))
         else:
             await self._make_snapshot(step, slot, values)
 
@@ -129,10 +137,9 @@ class FilesSession(Session):
 
     def _prune(self, step: int) -> None:
         for rank in self._mine.ranks:
-            folder = self._folder(rank)
-            for old in files.steps_in(os.listdir(folder)):
+            for old in self._steps(rank):
                 if old < step:
-                    shutil.rmtree(folder / files.step_name(old), ignore_errors=True)
+                    shutil.rmtree(self._folder(rank) / files.step_name(old), ignore_errors=True)
 
     # --- and back -------------------------------------------------------------------------------------------------
 

@@ -82,6 +82,33 @@ def test_at_another_layout_the_files_are_not_shown(cluster: Cluster) -> None:
     end(cluster)
 
 
+def test_the_data_goes_on_where_the_files_say(cluster: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "data").write_bytes(bytes(1000))
+    script = tmp_path / "counts.py"
+    script.write_text(
+        "import json, os, pathlib, time\n"
+        "home, data = pathlib.Path(os.environ['TENPLEX_STATE_DIR']), pathlib.Path(os.environ['TENPLEX_DATA_DIR'])\n"
+        "step = int(os.environ['TENPLEX_RESUME_STEP'])\n"
+        "print('step', step, 'at', json.loads((data / 'cursor.json').read_text())['consumed'], flush=True)\n"
+        "while True:\n"
+        "    step += 1\n"
+        "    folder = home / f'step-{step}.tmp'\n"
+        "    folder.mkdir()\n"
+        "    (folder / 'consumed').write_text(str(4 * step))\n"
+        "    folder.rename(home / f'step-{step}')\n"
+        "    time.sleep(0.5)\n"
+    )
+    data = ["--data", f"bytes:{tmp_path}/data?sample_bytes=1", "--global-batch=4"]
+    cluster.start("a", "127.0.0.1", ["--nnodes=1:1", *FLAGS, *data], [str(script)])
+    committed(cluster, 3)
+    cluster.kill_worker("a", 0)
+    cluster.wait(lambda: len(said(cluster, "step .* at")) == 2, "round 1")
+    step, consumed = map(int, said(cluster, r"step (\d+) at (\d+)")[1])
+    assert step >= 3
+    assert consumed == 4 * step
+    end(cluster)
+
+
 def test_files_that_are_too_large_end_the_job_with_the_reason(cluster: Cluster, tmp_path: Path) -> None:
     script = tmp_path / "large.py"
     script.write_text(
