@@ -12,7 +12,7 @@ import contextlib
 import os
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -142,12 +142,13 @@ class Collector:
         publishing = self._publishing is not None and not self._publishing.done()
         return publishing or (self._going is not None and time.monotonic() < self._going.began + LONGEST_S)
 
-    def begin(self, round_number: int, step: int) -> str | None:
-        """The snapshot of `step` is committed. Returns the checkpoint's tag if it is to become one."""
+    def begin(self, round_number: int, step: int, linked: Collection[str]) -> str | None:
+        """The snapshot of `step` is committed. Returns the checkpoint's tag if it is to become one: not while a node is
+        not `linked`, which would not hear of it."""
         now, last = time.monotonic(), self.end == (round_number, step)
         if self._round is None or self._cadence is None or self._round.number != round_number:
             return None
-        if (self.busy and not last) or not self._cadence.due(step, now, last):
+        if (self.busy and not last) or not self._cadence.due(step, now, last) or not {*self._round.nodes} <= {*linked}:
             return None
         self._cadence = self._cadence.begun(step, now)
         tag = uuid.uuid4().hex[:8]
@@ -165,6 +166,11 @@ class Collector:
         going.parts[node] = record["part"]
         if all(part is not None for part in going.parts.values()):
             self._publishing = asyncio.ensure_future(self._publish(going))
+
+    def lost(self, node: str) -> None:
+        """The link to a node has broken: what it says of its part may not have come."""
+        if self._going is not None and self._going.parts.get(node, {}) is None:
+            self._give_up(self._going, f"the link to node {node} has broken")
 
     async def close(self) -> None:
         if self._publishing is not None:

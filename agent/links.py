@@ -224,8 +224,8 @@ class Links:
 
     def _announce(self, commits: Commits, news: News) -> None:
         tag = None
-        if self._collector is not None and news.commit is not None:
-            tag = self._collector.begin(commits.round, news.commit)
+        if self._collector is not None and news.commit is not None and news.commit > commits.heard:
+            tag = self._collector.begin(commits.round, news.commit, self.linked())
         self._tell(commits, news, self._peers, tag)
 
     def _tell(self, commits: Commits, news: News, links: Iterable[Channel], checkpoint: str | None = None) -> None:
@@ -238,6 +238,8 @@ class Links:
     async def _until_closed(self, link: Channel) -> None:
         await link.wait_closed()
         peer = self._peers.pop(link)
+        if self._collector is not None:
+            self._collector.lost(peer.node)
         self._probe(peer.node, peer.link)
 
     async def invite(self, address: str, learner: bool) -> None:

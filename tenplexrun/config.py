@@ -223,7 +223,7 @@ def _nnodes(text: str) -> tuple[int, int]:
 def _num_workers(text: str) -> int:
     if text in devices.WORDS:
         return devices.count(text)
-    if not text.isdigit() or int(text) < 1:
+    if not text.isdecimal() or int(text) < 1:
         raise UsageError(f"--nproc-per-node {text!r} is neither a whole number of at least 1 nor auto, cpu, gpu or xpu")
     return int(text)
 
@@ -265,7 +265,7 @@ def _output(args: argparse.Namespace, environ: Mapping[str, str]) -> Output:
         except ValueError as error:
             raise UsageError(f"--{name}: {error}") from None
     words = args.local_ranks_filter.split(",") if args.local_ranks_filter else []
-    if not all(word.strip().isdigit() for word in words):
+    if not all(word.strip().isdecimal() for word in words):
         raise UsageError(f"--local-ranks-filter {args.local_ranks_filter!r} is not a list of ranks like 0,1,2")
     if args.log_dir is not None and os.path.isfile(args.log_dir):
         raise UsageError(f"--log-dir {args.log_dir!r} is a file; name a folder")
@@ -284,6 +284,8 @@ def _checkpoints(args: argparse.Namespace) -> CheckpointSpec | None:
     every = Every.parse(args.checkpoint_every or "600s")
     if args.checkpoint_keep < 1:
         raise UsageError("--checkpoint-keep is a whole number of at least 1")
+    if "" in (args.checkpoint_dir, args.checkpoint_from):
+        raise UsageError("--checkpoint-dir and --checkpoint-from name a folder or a URL; one is empty")
     if args.checkpoint_every and not args.checkpoint_dir:
         raise UsageError("--checkpoint-every needs --checkpoint-dir URL: without it no checkpoint is written")
     if args.checkpoint_dir is None and args.checkpoint_from is None:
@@ -299,7 +301,7 @@ def _url(text: str | None) -> str | None:
 
         if "::" not in protocol and protocol not in available_protocols():
             raise UsageError(f"{text}: fsspec knows no {protocol}://; give a path, or one of its protocols (s3, gs, …)")
-    return text if not text or "://" in text or "::" in text else os.path.abspath(text)
+    return text if text is None or "://" in text or "::" in text else os.path.abspath(text)
 
 
 def _data(args: argparse.Namespace) -> DataSpec | None:

@@ -204,16 +204,17 @@ def read_events(paths: Sequence[str]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for path in paths:
         try:
-            lines = Path(path).read_text(encoding="utf-8").splitlines()
+            lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
         except OSError as error:
             raise UsageError(f"cannot read events from {path}: {error.strerror}") from None
         for number, line in enumerate(lines):
             try:
-                found.append(json.loads(line))
-            except ValueError:
+                event = json.loads(line)
+                found.append({**event, "t": float(event["t"]), "node": event["node"], "event": event["event"]})
+            except (ValueError, TypeError, KeyError):
                 if number != len(lines) - 1:
                     raise UsageError(f"{path}:{number + 1} is no JSON event") from None
-    return sorted(found, key=lambda event: float(event["t"]))
+    return sorted(found, key=lambda event: event["t"])
 
 
 def _report(args: argparse.Namespace) -> int:

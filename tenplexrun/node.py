@@ -7,8 +7,8 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,8 @@ from tenplexrun.worker.checkpoint_client import CheckpointClient
 
 WARM_UP_NEWS_S = 10.0
 MEETING_NEWS_S = 5.0
-VIEW_PATROL_S, VIEW_SILENT_S, VIEW_STRIKES = 2.0, 10.0, 3
+PATROL_S, SILENT_S, STRIKES = 2.0, 10.0, 3
+LOADING_STRIKES = 7  # of the checkpoint process: imports may hold it up
 MAX_RESTARTS = 20  # of the store or the view, killed from outside; ends of their own are never repeated
 
 
@@ -60,7 +61,7 @@ class Node:
     token: str
     output: Output
     began: float  # when it was launched, monotonic
-    view_pid: int = 0
+    pids: dict[str, int] = field(default_factory=dict)  # of those that are started again
 
     async def run(self, signals: Signals) -> Verdict:
         spec = self.spec
@@ -75,8 +76,12 @@ class Node:
         store = StoreClient(str(self.node_dir / "store.sock"))
         view = ViewClient(str(self.node_dir / "view.sock"), self._view_failed)
         keeping = asyncio.ensure_future(self._keep_alive(host, hosting, died))
-        patrolling = asyncio.ensure_future(self._patrol())
         checkpoints = self._checkpoints()
+        patrols = [asyncio.ensure_future(self._patrol("view", STRIKES, self._view_failed))]
+        if checkpoints is not None:
+            patrols.append(
+                asyncio.ensure_future(self._patrol("checkpoints", LOADING_STRIKES, self._checkpoints_failed))
+            )
         links, desk = Links(self.node, self.token, spec.tls), Desk()
         logs = WorkerLogs(self.output, alias=f"{spec.run_id}_{self.node}")
         link = hosting.name = await links.start(host)
@@ -115,7 +120,8 @@ class Node:
             return await agent.run()
         finally:
             keeping.cancel()
-            patrolling.cancel()
+            for patrol in patrols:
+                patrol.cancel()
             await desk.close()
             await links.close()
             await pool.close()
@@ -250,37 +256,44 @@ class Node:
             "window_bytes": self.spec.view_window_bytes,
         }
         command = module_command("tenplexrun.vfs.server", json.dumps(config))
-        self.view_pid = await self.processes.spawn("view", command)
+        self.pids["view"] = await self.processes.spawn("view", command)
 
-    async def _patrol(self) -> None:
-        """Kill a mount that hangs, and with it its readers' waiting; `_keep_alive` makes it anew. Files need nobody."""
-        strikes, view = 0, ViewClient(str(self.node_dir / "view.sock"))
+    async def _patrol(self, name: str, strikes: int, failed: Callable[[str], None]) -> None:
+        """Kill a process that hangs, and with it the waiting for its answers; `_keep_alive` starts it again. Of a view
+        that shows files nobody waits for any.
+
+        `strikes`: how often in a row it may not answer.
+        """
+        missed, caller = 0, channel.Caller(f"unix:{self.node_dir / name}.sock", name)
         try:
             while True:
-                await asyncio.sleep(VIEW_PATROL_S)
-                pid = self.view_pid
+                await asyncio.sleep(PATROL_S)
+                pid = self.pids[name]
                 try:
-                    if (await view.hello(VIEW_SILENT_S))["mode"] != "fuse":
+                    if (await caller.hello(SILENT_S)).get("mode", "fuse") != "fuse":
                         return
-                    strikes = 0
+                    missed = 0
                 except ProcessError as error:
-                    strikes = strikes + 1 if pid == self.view_pid else 0
-                    if strikes == VIEW_STRIKES:
-                        self._view_failed(f"it hangs, and is started anew: {error}")
+                    missed = missed + 1 if pid == self.pids[name] else 0
+                    if missed == strikes:
+                        failed(f"it hangs, and is started anew: {error}")
                         self.processes.kill(pid)
-                        strikes = 0
+                        missed = 0
         finally:
-            await view.close()
+            await caller.close()
 
     def _view_failed(self, message: str) -> None:
         self.events.emit("view_failed", message=message)
+
+    def _checkpoints_failed(self, message: str) -> None:
+        self.events.say(f"the checkpoint process of this node: {message}")
 
     async def _start_checkpoints(self) -> None:
         if self.spec.checkpoints is None:
             return
         config = json.dumps({"socket": str(self.node_dir / "checkpoints.sock")})
         argv = module_command("tenplexrun.worker.checkpointer", config)
-        await self.processes.spawn("checkpoints", argv, env=SINGLE_THREADED)
+        self.pids["checkpoints"] = await self.processes.spawn("checkpoints", argv, env=SINGLE_THREADED)
 
     async def _keep_alive(self, host: str, hosting: Hosting, died: asyncio.Queue[Verdict]) -> None:
         """Start store, view and checkpoint process again when they die; what cannot be replaced ends this node."""

@@ -24,7 +24,8 @@ class Commits:
         self._nodes: frozenset[str] | None = None
         self._sealed: dict[str, int] = {}
         self._held: dict[str, int] = {}
-        self._heard = -1
+        self.heard = -1
+        """The newest step that an earlier decider has committed, as far as nodes have said."""
 
     def expect(self, nodes: Iterable[str]) -> News:
         """The nodes of the round are known now. Returns what is known by that."""
@@ -34,7 +35,7 @@ class Commits:
     def report(self, node: str, step: int, held: bool, committed: int | None = None) -> News:
         """`node` has sealed its part at `step`; `held`: and has all that it owes of it. `committed`: the newest step
         that it knows an earlier decider to have committed. Returns what is new by that."""
-        self._heard = max(self._heard, -1 if committed is None else committed)
+        self.heard = max(self.heard, -1 if committed is None else committed)
         self._sealed[node] = max(step, self._sealed.get(node, step))
         if held:
             self._held[node] = max(step, self._held.get(node, step))
@@ -48,7 +49,7 @@ class Commits:
 
     def _advance(self) -> News:
         sealed, held = self._newest(self._sealed), self._newest(self._held)
-        best = max(self._heard, -1 if held is None else held)
+        best = max(self.heard, -1 if held is None else held)
         new_commit = best if best > (-1 if self.committed is None else self.committed) else None
         new_seal = sealed if sealed is not None and (self.sealed is None or sealed > self.sealed) else None
         self.committed = self.committed if new_commit is None else new_commit

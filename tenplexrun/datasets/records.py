@@ -10,6 +10,7 @@ import struct
 import tarfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -58,10 +59,9 @@ def open_tenplex(spec: str, path: str, options: Options) -> Dataset:
     """Tenplex's index: the number of files; then of each its path and number of samples, and of each sample its first
     byte and the one after its last. A sample is an .npz file, so the dictionary of its arrays. As read and written by
     `mlfs/vfs/vfile/index.go` of the system published with the paper. Relative paths start at the index's folder."""
-    with open(path, encoding="utf-8") as file:
-        words = iter(file.read().split())
     files = []
     try:
+        words = iter(Path(path).read_text(encoding="utf-8").split())
         for _ in range(int(next(words))):
             name, count = os.path.join(os.path.dirname(path), next(words)), int(next(words))
             numbers = np.fromiter((int(next(words)) for _ in range(2 * count)), dtype=np.int64, count=2 * count)

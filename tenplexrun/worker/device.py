@@ -11,6 +11,8 @@ import torch
 from tenplexrun.errors import UsageError
 
 Bytes = npt.NDArray[np.uint8]
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Types that carry an element's bits, by size: torch has types that numpy lacks."""
 
 
 def pick(local_rank: int) -> torch.device:
@@ -40,6 +42,15 @@ def bytes_of(tensor: torch.Tensor) -> Bytes:
 def flat(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor's elements as uint8 [bytes] in row-major order, on its own device; a copy only where it is not dense."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def copy(dest: torch.Tensor, source: torch.Tensor) -> None:
+    """`dest.copy_(source)` of one type. On the CPU by numpy, whose copies take about half of torch's processor time."""
+    bits = _BITS.get(dest.element_size())
+    if dest.device.type == source.device.type == "cpu" and bits is not None:
+        np.copyto(dest.detach().view(bits).numpy(), source.detach().view(bits).numpy())
+    else:
+        dest.detach().copy_(source)
 
 
 def tensor_of(data: Bytes, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:

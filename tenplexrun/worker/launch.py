@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -60,6 +61,11 @@ class Launch:
         if bool(launch.agent) != bool(launch.control):
             raise UsageError("TENPLEX_AGENT and TENPLEX_CONTROL come together; start the script with `tenplexrun`")
         return launch
+
+    @property
+    def threads(self) -> int:
+        """This worker's share of the processors that it may use: how many threads copy while it waits."""
+        return max(1, len(os.sched_getaffinity(0)) // self.local_world_size)
 
     @property
     def node_ranks(self) -> range:

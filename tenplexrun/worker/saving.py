@@ -9,6 +9,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -27,6 +28,8 @@ from tenplexrun.worker.shares import Share
 
 Record = dict[str, Any]
 DATA = ".distcp"
+WRITTEN = re.compile(rf"__\d+_[0-9a-f]{{8}}{re.escape(DATA)}|{re.escape(METADATA)}\.[0-9a-f]{{8}}\.tmp")
+"""Names that only we give; plain torch's are __0_0.distcp."""
 
 
 def write(
@@ -120,21 +123,39 @@ def publish(folder: Folder, tag: str) -> None:
 
 def prune(home: Folder, step: int, files: Sequence[str], keep: int) -> list[int]:
     """After the checkpoint of `step` was published, which has these `files`: remove what torn ones have left, and those
-    that are older than the `keep` newest ones. Returns the steps of these. Raises CheckpointError."""
+    that are older than the `keep` newest ones. Returns the steps of these. Raises CheckpointError.
+
+    Nothing goes but what has a name of ours: a folder step-5, or a file in one, may be somebody else's.
+    """
     try:
         found = {number: home.sub(name) for name in home.names() if (number := durable.step_of(name)) is not None}
-        whole = [number for number, folder in found.items() if METADATA in folder.names()]
+        own = {number: names for number, folder in found.items() if (names := _own(folder))}
+        whole = {number for number, names in own.items() if METADATA in names}
         old = durable.retired((number for number in whole if number <= step), keep)
         for number in old:
             found[number].fs.rm(found[number].at(METADATA))
-        for number in {*old, *found} - {*whole} | {*old}:
-            found[number].fs.rm(found[number].path, recursive=True)
-        here = found[step]
-        for name in {*here.names()} - {METADATA, *files}:
-            here.fs.rm(here.at(name))
+        for number in {*own} - whole | {*old}:
+            _remove(found[number], own[number] - {METADATA})
+        _remove(found[step], own[step] - {METADATA, *files})
     except Exception as error:
         raise CheckpointError(f"old checkpoints in {home.url} cannot be removed: {reason(error)}") from error
     return old
+
+
+def _own(folder: Folder) -> set[str]:
+    """What a run has written there; nothing if no data of ours is: then the metadata is not ours either."""
+    names = {*folder.names()}
+    own = {name for name in names if WRITTEN.fullmatch(name)}
+    return own | names & {METADATA} if own else own
+
+
+def _remove(folder: Folder, names: set[str]) -> None:
+    """These files, and the folder, if they are all that it has."""
+    if {*folder.names()} <= names:
+        folder.fs.rm(folder.path, recursive=True)
+        return
+    for name in names:
+        folder.fs.rm(folder.at(name))
 
 
 def _directory(layout: Layout, parts: Sequence[Record]) -> Directory:

@@ -26,6 +26,8 @@ class Session:
     def __init__(self, agent: Agent, launch: Launch, place: Place, state: State, loader: Loader) -> None:
         self._agent, self._launch, self._place = agent, launch, place
         self._state, self._loader = state, loader
+        # on a GPU one: another thread would have another current device and stream
+        self._threads = launch.threads if place.device.type == "cpu" else 1
         self._start = 0
         self._store = PrefixStore(f"tenplexrun/{launch.round}", _get_default_store())
 
@@ -39,7 +41,7 @@ class Session:
         slots, replicated = self._agent.declare(layout, self._place.config, self._groups())
         self._start = self._restore(layout)
         arena = arena_map(layout, self._place.config, self._launch.node_ranks)
-        writer = SlotWriter(slots, arena, layout, self._place)
+        writer = SlotWriter(slots, arena, layout, self._place, self._threads)
         turns, words = self._pacing(replicated)
         self._boundary = Boundary(self._agent, writer, turns, words, self._read)
         return self._start
@@ -89,7 +91,7 @@ class Session:
         began = time.monotonic()
         snapshot = Snapshot(reply["index"])
         targets = self._state.blank()
-        filled, num_bytes = snapshot.fill(targets, layout, self._place)
+        filled, num_bytes = snapshot.fill(targets, layout, self._place, self._threads)
         missing = sorted(set(targets) - set(filled) - self._state.stream_names)
         if missing:
             raise StateLostError(

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from tenplexrun.core.arena import ArenaMap, Entry
 from tenplexrun.core.layout import Layout, Local, Part, TensorSpec
 from tenplexrun.core.pieces import Index, Piece, copies
 from tenplexrun.core.regions import Region
-from tenplexrun.core.snapshots import ArenaMap, Entry
 from tenplexrun.errors import LayoutError, StateLostError, StoreError
 from tenplexrun.worker import device
 from tenplexrun.worker.launch import Place
@@ -21,49 +22,61 @@ from tenplexrun.worker.staging import Copies, Stager, copies_of
 
 Tensors = Mapping[str, torch.Tensor]
 """By fqn."""
+Move = tuple[torch.Tensor, torch.Tensor]
+"""Where to, and what from."""
 
 
 class SlotWriter:
-    """This rank's entries of the node's two slot files. Raises StoreError when a file is not what was agreed.
+    """This rank's entries of the node's two slot files, written by `threads`.
 
-    `copies`: the device's, where tensors are not in the host's memory.
+    `copies`: the device's, where tensors are not in the host's memory. Raises StoreError when a file is not what was
+    agreed.
     """
 
     def __init__(
-        self, paths: Sequence[str], arena: ArenaMap, layout: Layout, place: Place, copies: Copies | None = None
+        self,
+        paths: Sequence[str],
+        arena: ArenaMap,
+        layout: Layout,
+        place: Place,
+        threads: int = 1,
+        copies: Copies | None = None,
     ) -> None:
         copies = copies or copies_of(place.device)
         self._stager = Stager(copies) if copies is not None else None
         rank = place.config.rank(place.coord)
-        self._entries = [(entry, _held(layout, entry.fqn, place)) for entry in arena.entries if entry.writer == rank]
-        self._slots = [_mapped(Path(path), "r+") for path in paths] if arena.num_bytes else []
-        for path, slot in zip(paths, self._slots, strict=False):
+        own = [(entry, _held(layout, entry.fqn, place)) for entry in arena.entries if entry.writer == rank]
+        self._threads = threads
+        self._slots: list[list[tuple[Entry, Local, torch.Tensor]]] = []
+        for path in paths if arena.num_bytes else ():
+            slot = _mapped(Path(path), "r+")
             if slot.nbytes < arena.num_bytes:
                 raise StoreError(f"slot {path} has {slot.nbytes} bytes, needs {arena.num_bytes}; restart the run")
+            self._slots.append([(entry, held, _view(slot, entry)) for entry, held in own])
 
     def write(self, slot: int, tensors: Tensors) -> None:
         """Copy local tensors to their places. Raises LayoutError when one has changed its shape or type."""
+        places = self._places(slot, tensors)
         if self._stager is not None:
             self._stager.put(
-                (data, device.flat(tensor if held.is_plain else _gathered(entry.region, tensor, held)))
-                for entry, held, tensor, data in self._places(slot, tensors)
+                (device.bytes_of(dest), device.flat(tensor if held.is_plain else _gathered(region, tensor, held)))
+                for region, held, tensor, dest in places
             )
             return
-        for entry, held, tensor, data in self._places(slot, tensors):
-            if held.is_plain:
-                np.copyto(data, device.bytes_of(tensor))
-            else:
-                _gather(device.tensor_of(data, entry.dtype, entry.region.lengths), entry.region, tensor, held)
+        moves: list[Move] = []
+        for region, held, tensor, dest in places:
+            moves += [(dest.view(held.shape), tensor)] if held.is_plain else _parted(dest, region, tensor, held)
+        _copy_all(moves, self._threads)
 
-    def _places(self, slot: int, tensors: Tensors) -> Iterator[tuple[Entry, Local, torch.Tensor, device.Bytes]]:
-        for entry, held in self._entries:
-            tensor = tensors[entry.fqn]
-            if tuple(tensor.shape) != held.shape or device.dtype_name(tensor.dtype) != entry.dtype:
+    def _places(self, slot: int, tensors: Tensors) -> Iterator[tuple[Region, Local, torch.Tensor, torch.Tensor]]:
+        for entry, held, dest in self._slots[slot] if self._slots else ():
+            tensor = tensors[entry.fqn].detach()
+            if tensor.shape != held.shape or device.dtype_name(tensor.dtype) != entry.dtype:
                 raise LayoutError(
                     f"tensor {entry.fqn} was declared as {entry.dtype} {held.shape}, but is {tensor.dtype} "
                     f"{tuple(tensor.shape)} now; state must keep its shapes and types during a round"
                 )
-            yield entry, held, tensor, self._slots[slot][entry.offset : entry.offset + entry.num_bytes]
+            yield entry.region, held, tensor, dest
 
 
 class Snapshot:
@@ -81,23 +94,34 @@ class Snapshot:
         for piece in self.index.pieces:
             self._pieces.setdefault(piece.fqn, []).append(piece)
 
-    def fill(self, targets: Tensors, layout: Layout, place: Place) -> tuple[dict[str, torch.Tensor], int]:
-        """Write what this rank needs of each target's tensor into it.
+    def fill(
+        self, targets: Tensors, layout: Layout, place: Place, threads: int = 1
+    ) -> tuple[dict[str, torch.Tensor], int]:
+        """Write what this rank needs of each target's tensor into it, by so many threads.
 
         Returns the targets of which the snapshot has pieces, and the bytes copied; names without any are left out.
         Raises StateLostError that names a gap, LayoutError where shape or type are not the saved ones.
         """
         filled, num_bytes = {}, 0
+        moves: list[Move] = []
+        later: list[Move] = []
         for fqn, target in targets.items():
             held = layout.local(fqn, place.config, place.coord)
             if held is None or (held.parts and fqn not in self._pieces):
                 continue
-            num_bytes += self._fill_one(layout.spec(fqn), held, local(target))
+            own = local(target).detach()
+            dense = own.contiguous()
+            moves += self._moves(layout.spec(fqn), held, dense)
+            if dense.data_ptr() != own.data_ptr():
+                later.append((own, dense))
+            num_bytes += sum(part.region.num_elements for part in held.parts) * own.element_size()
             filled[fqn] = target
+        _copy_all(moves, threads)
+        _copy_all(later, threads)
         device.synchronize(place.device)
         return filled, num_bytes
 
-    def _fill_one(self, spec: TensorSpec, held: Local, target: torch.Tensor) -> int:
+    def _moves(self, spec: TensorSpec, held: Local, dense: torch.Tensor) -> Iterator[Move]:
         pieces = self._pieces.get(spec.fqn, [])
         for piece in pieces:
             if piece.dtype != spec.dtype or not spec.whole.contains(piece.region):
@@ -105,24 +129,25 @@ class Snapshot:
                     f"tensor {spec.fqn} was saved as {piece.dtype} {piece.region}, but is {spec.dtype} of shape "
                     f"{spec.shape} now; restore the same model, or start a new run"
                 )
-        dense = target.detach().contiguous()
         for part, view in _parts(dense, held):
             try:
-                moves = copies(part.region, pieces)
+                found = copies(part.region, pieces)
             except LayoutError as error:
                 raise StateLostError(f"tensor {spec.fqn}: {error}; the snapshot on this node is not complete") from None
-            for move in moves:
-                view[move.dest.slices].copy_(self._view(move.piece)[move.source.slices])
-        if dense.data_ptr() != target.data_ptr():
-            target.detach().copy_(dense)
-        return sum(part.region.num_elements for part in held.parts) * target.element_size()
+            for copy in found:
+                yield view[copy.dest.slices], self._view(copy.piece)[copy.source.slices]
 
     def _view(self, piece: Piece) -> torch.Tensor:
         if piece.file not in self._files:
             # "c": private pages, so that torch may have a writable view of what nobody may change
             self._files[piece.file] = _mapped(self._folder / piece.file, "c")
-        data = self._files[piece.file][piece.offset : piece.offset + piece.num_bytes]
-        return device.tensor_of(data, piece.dtype, piece.region.lengths)
+        return _view(self._files[piece.file], piece)
+
+
+def _view(file: device.Bytes, where: Entry | Piece) -> torch.Tensor:
+    """Its region in a mapped file."""
+    data = file[where.offset : where.offset + where.num_bytes]
+    return device.tensor_of(data, where.dtype, where.region.lengths)
 
 
 def _held(layout: Layout, fqn: str, place: Place) -> Local:
@@ -141,16 +166,32 @@ def _parts(dense: torch.Tensor, held: Local) -> Iterator[tuple[Part, torch.Tenso
 def _gathered(region: Region, tensor: torch.Tensor, held: Local) -> torch.Tensor:
     """The canonical box `region` of a local tensor, on its own device."""
     dest = torch.empty(region.lengths, dtype=tensor.dtype, device=tensor.device)
-    _gather(dest, region, tensor, held)
+    _copy_all(list(_parted(dest, region, tensor, held)), 1)
     return dest
 
 
-def _gather(dest: torch.Tensor, region: Region, tensor: torch.Tensor, held: Local) -> None:
-    """Fill `dest`, which holds the canonical box `region`, from the boxes of a local tensor."""
-    for part, view in _parts(tensor.detach().contiguous(), held):
+def _parted(dest: torch.Tensor, region: Region, tensor: torch.Tensor, held: Local) -> Iterator[Move]:
+    """What fills `dest`, which holds the canonical box `region`, from the boxes of a local tensor."""
+    for part, view in _parts(tensor.contiguous(), held):
         common = part.region.intersect(region)
         if common is not None:
-            dest[common.relative_to(region).slices].copy_(view[common.relative_to(part.region).slices])
+            yield dest[common.relative_to(region).slices], view[common.relative_to(part.region).slices]
+
+
+def _copy_all(moves: Sequence[Move], threads: int) -> None:
+    """The largest first; each thread takes the next one."""
+    todo = iter(sorted(moves, key=lambda move: -move[0].numel()))
+
+    def work() -> None:
+        for dest, source in todo:
+            device.copy(dest, source)
+
+    if threads == 1 or len(moves) < 2:
+        work()
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        for done in [pool.submit(work) for _ in range(threads)]:
+            done.result()
 
 
 def _mapped(path: Path, mode: str) -> device.Bytes:

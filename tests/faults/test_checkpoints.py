@@ -7,6 +7,7 @@ import math
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from cluster import Cluster
+from cluster import Cluster, descendants
 
 from tenplexrun.agent.sweep import sweep
 from tenplexrun.errors import CheckpointError, DataError, LayoutError
@@ -167,7 +168,7 @@ def test_a_kill_in_mid_write_leaves_the_one_before(cluster: Cluster, home: Path)
 
 def test_an_unwritable_folder_is_reported_and_training_goes_on(cluster: Cluster, home: Path) -> None:
     (home / "ck").mkdir()
-    command = job(home, 40, "--pause", "0.1")
+    command = job(home, 150, "--pause", "0.1")
     start(cluster, home, command, "--checkpoint-every=3", "--nproc-per-node=1")
     cluster.wait(lambda: complete(home), "a checkpoint")
     (home / "ck").rename(home / "away")
@@ -178,9 +179,26 @@ def test_an_unwritable_folder_is_reported_and_training_goes_on(cluster: Cluster,
     (home / "ck").unlink()
     (home / "away").rename(home / "ck")
     assert {cluster.exit_code(name) for name in "ab"} == {0}
-    assert "training goes on" in cluster.log("a") + cluster.log("b")
-    assert complete(home)[-1] == 40
-    same(steps(home), alone(home, 40), range(40))
+    assert "the one before stays" in cluster.log("a") + cluster.log("b")
+    assert complete(home)[-1] == 150
+    same(steps(home), alone(home, 150), range(150))
+
+
+@pytest.mark.slow
+def test_a_checkpoint_process_that_is_stopped_is_started_anew(cluster: Cluster, home: Path) -> None:
+    start(cluster, home, job(home, 2000, "--pause", "0.1"), "--checkpoint-every=3", "--nproc-per-node=1")
+    cluster.wait(lambda: complete(home), "a checkpoint")
+    [stopped] = [
+        pid
+        for pid in descendants(cluster.agents["b"].pid)
+        if b"worker.checkpointer" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+    os.kill(stopped, signal.SIGSTOP)
+    cluster.wait(lambda: "it hangs, and is started anew" in cluster.log("b"), "the end of its patience")
+    newest = complete(home)[-1]
+    cluster.wait(lambda: complete(home)[-1] > newest, "a checkpoint")
+    cluster.agents["a"].send_signal(signal.SIGINT)
+    assert {cluster.exit_code(name) for name in "ab"} == {130}
 
 
 @pytest.mark.slow

@@ -125,3 +125,40 @@ def test_a_port_that_still_answers_when_the_link_breaks_is_asked_again() -> None
         await a.links.close()
 
     asyncio.run(run())
+
+
+def test_what_an_earlier_decider_has_committed_is_not_made_a_checkpoint_again() -> None:
+    """Its nodes have heard of that commit before, and would write nothing."""
+
+    async def run() -> None:
+        begun: list[int] = []
+
+        class Written:
+            def expect(self, *_: object) -> None: ...
+            def lost(self, *_: object) -> None: ...
+            def begin(self, _round: int, step: int, linked: set[str]) -> str:
+                assert linked >= {"a", "b"}
+                begun.append(step)
+                return "0a1b2c3d"
+
+        b, successor = Node("b"), Node("a")
+        await b.links.start("127.0.0.1")
+        successor.links.bind(successor._commit, successor._lost, Written())  # type: ignore[arg-type]
+        address = await successor.links.start("127.0.0.1")
+        b.links._committed = (1, 5)
+        b.links.report(1, 5)
+        for node in (b, successor):
+            node.links.follow(address)
+        successor.links.expect(1, ["b", "a"])
+        successor.links.report(1, 5)
+        assert await asyncio.wait_for(b.commits.get(), DEADLINE_S) == (1, 5)
+        assert begun == []
+        for node in (b, successor):
+            node.links.report(1, 6)
+        while await asyncio.wait_for(b.commits.get(), DEADLINE_S) != (1, 6):
+            pass  # what is said again
+        assert begun == [6]
+        for node in (b, successor):
+            await node.links.close()
+
+    asyncio.run(run())

@@ -45,6 +45,7 @@ LAYOUT = Layout(
     )
 )
 GROUPS = {"w": 0, "b": 0}
+TAG = "0a1b2c3d"
 VALUES = {
     "seed": 4,
     "optimizer": [{"lr": 0.1, "betas": {"$tuple": [0.9, 0.95]}}],
@@ -113,7 +114,7 @@ def snapshot(folder: Path, node: int, without: tuple[str, ...] = ()) -> Path:
     return arena.index_path(arena.seal(1, 7, 0, VALUES, without))
 
 
-def write(folder: Path, home: str, step: int = 7, tag: str = "t") -> list[dict[str, Any]]:
+def write(folder: Path, home: str, step: int = 7, tag: str = TAG) -> list[dict[str, Any]]:
     parts = []
     for node in range(2):
         share = shares.take(snapshot(folder / tag, node), LAYOUT, CONFIG, NODES, node)
@@ -122,7 +123,7 @@ def write(folder: Path, home: str, step: int = 7, tag: str = "t") -> list[dict[s
     return parts
 
 
-def publish(folder: Path, home: str, step: int = 7, tag: str = "t", keep: int = 2) -> list[int]:
+def publish(folder: Path, home: str, step: int = 7, tag: str = TAG, keep: int = 2) -> list[int]:
     parts, where = write(folder, home, step, tag), Folder(f"{home}/{durable.folder_name(step)}")
     saving.prepare(where, tag, LAYOUT, parts)
     saving.publish(where, tag)
@@ -236,20 +237,42 @@ def test_another_model_is_refused_by_name(change: dict[str, Any], words: str, tm
 
 
 def test_torn_and_old_ones_go_and_what_is_not_ours_stays(home: str, tmp_path: Path) -> None:
-    write(tmp_path, home, 4, "torn")
+    write(tmp_path, home, 4, "00000004")
     foreign = Folder(f"{home}/mine")
     foreign.fs.makedirs(foreign.path)
     foreign.fs.pipe(foreign.at("notes"), b"x")
-    assert publish(tmp_path, home, 5, "five") == []
+    assert publish(tmp_path, home, 5, "00000005") == []
     assert candidates(home) == [(5, f"{home}/{durable.folder_name(5)}")]
-    publish(tmp_path, home, 6, "six")
-    write(tmp_path, home, 7, "first try")
-    assert publish(tmp_path, home, 7, "seven") == [5]
+    publish(tmp_path, home, 6, "00000006")
+    write(tmp_path, home, 7, "0000007a")
+    assert publish(tmp_path, home, 7, "00000007") == [5]
     assert [step for step, _ in candidates(home)] == [7, 6]
     assert Folder(home).names() == ["mine", *map(durable.folder_name, (6, 7))]
-    assert Folder(f"{home}/{durable.folder_name(7)}").names() == [".metadata", "__0_seven.distcp", "__1_seven.distcp"]
-    assert publish(tmp_path, home, 7, "again") == [], "the same step once more"
+    assert Folder(f"{home}/{durable.folder_name(7)}").names() == [
+        ".metadata",
+        "__0_00000007.distcp",
+        "__1_00000007.distcp",
+    ]
+    assert publish(tmp_path, home, 7, "0000007b") == [], "the same step once more"
     assert load(f"{home}/{durable.folder_name(7)}", tmp_path, CONFIG)[0].consumed == 70
+
+
+def test_folders_and_files_of_others_are_never_removed(home: str, tmp_path: Path) -> None:
+    """A folder named as ours may hold a script's own files, or a checkpoint that plain torch has written."""
+    root = Folder(home)
+    kept = {"step-3": ["model.pt"], durable.folder_name(2): ["optimizer.bin"], "step-4": [".metadata", "__0_0.distcp"]}
+    for name, files in kept.items():
+        root.sub(name).fs.makedirs(root.sub(name).path)
+        for file in files:
+            root.sub(name).fs.pipe(root.sub(name).at(file), b"x")
+    publish(tmp_path, home, 5, "00000005")
+    ours = root.sub(durable.folder_name(5))
+    ours.fs.pipe(ours.at("tokenizer.json"), b"x")
+    publish(tmp_path, home, 6, "00000006")
+    assert publish(tmp_path, home, 7, "00000007") == [5]
+    for name, files in kept.items():
+        assert root.sub(name).names() == files
+    assert ours.names() == ["tokenizer.json"]
 
 
 def newest(home: str, *refused: str) -> Any:
@@ -259,15 +282,15 @@ def newest(home: str, *refused: str) -> Any:
 def test_the_newest_that_can_be_read_is_found(home: str, tmp_path: Path) -> None:
     assert newest(home) == (None, [])
     for step in (5, 6):
-        publish(tmp_path, home, step, f"s{step}")
+        publish(tmp_path, home, step, f"{step:08x}")
     five, six = (Folder(f"{home}/{durable.folder_name(step)}") for step in (5, 6))
     assert newest(home)[0] == durable.Checkpoint(six.url, 6, 70)
     assert newest(home, six.url)[0] == durable.Checkpoint(five.url, 5, 70)
-    whole = six.fs.cat_file(six.at("__0_s6.distcp"))
-    six.fs.pipe(six.at("__0_s6.distcp"), whole[:-20])
+    whole = six.fs.cat_file(six.at("__0_00000006.distcp"))
+    six.fs.pipe(six.at("__0_00000006.distcp"), whole[:-20])
     found, notes = newest(home)
     assert found == durable.Checkpoint(five.url, 5, 70)
-    assert "__0_s6.distcp has" in notes[0]
+    assert "__0_00000006.distcp has" in notes[0]
     five.fs.pipe(five.at(".metadata"), five.fs.cat_file(five.at(".metadata"))[:-9])
     with pytest.raises(CheckpointError, match="no checkpoint can be read"):
         newest(home)
@@ -276,11 +299,11 @@ def test_the_newest_that_can_be_read_is_found(home: str, tmp_path: Path) -> None
 def test_a_flipped_byte_is_noticed(home: str, tmp_path: Path) -> None:
     publish(tmp_path, home)
     folder = Folder(f"{home}/{durable.folder_name(7)}")
-    data = bytearray(folder.fs.cat_file(folder.at("__0_t.distcp")))
+    data = bytearray(folder.fs.cat_file(folder.at(f"__0_{TAG}.distcp")))
     position = data.find(full(LAYOUT.spec("b")).view(torch.uint8).numpy().tobytes())
-    name = "__0_t.distcp"
+    name = f"__0_{TAG}.distcp"
     if position < 0:
-        name = "__1_t.distcp"
+        name = f"__1_{TAG}.distcp"
         data = bytearray(folder.fs.cat_file(folder.at(name)))
         position = data.find(full(LAYOUT.spec("b")).view(torch.uint8).numpy().tobytes())
     data[position + 3] ^= 1

@@ -109,19 +109,31 @@ def test_the_job_ends_after_its_last_checkpoint() -> None:
 def test_a_checkpoint_that_the_end_of_a_round_prevented_is_made_up_for() -> None:
     collector = Collector(None, Every(steps=10), EventLog("a", None, False))  # type: ignore[arg-type]
     collector.expect(RUNNING, True)
-    assert collector.begin(0, 9) is None
-    assert collector.begin(0, 10) is not None
+    assert collector.begin(0, 9, {"a"}) is None
+    assert collector.begin(0, 10, {"a"}) is not None
     assert collector.busy
     following = replace(RUNNING, number=1, checkpoint=None, snapshot=SnapshotId(0, 12, "d"))
     collector.expect(replace(following, phase="gathering"), False)
     assert not collector.busy
     collector.expect(following, True)
-    assert collector.begin(0, 13) is None, "an older round"
-    assert collector.begin(1, 13) is not None
+    assert collector.begin(0, 13, {"a"}) is None, "an older round"
+    assert collector.begin(1, 13, {"a"}) is not None
     collector.expect(replace(following, number=2, saved=13), True)
-    assert collector.begin(2, 19) is None
+    assert collector.begin(2, 19, {"a"}) is None
     collector.end = (2, 19)
-    assert collector.begin(2, 19) is not None, "the job's last step"
+    assert collector.begin(2, 19, {"a"}) is not None, "the job's last step"
+
+
+def test_a_checkpoint_whose_parts_cannot_all_come_does_not_keep_others_from_being_written() -> None:
+    collector = Collector(None, Every(steps=10), EventLog("a", None, False))  # type: ignore[arg-type]
+    collector.expect(RUNNING, True)
+    assert collector.begin(0, 10, set()) is None, "a node that would not hear of it"
+    assert collector.begin(0, 11, {"a", "spare"}) is not None, "it is still due"
+    collector.lost("spare")
+    assert collector.busy
+    collector.lost("a")
+    assert not collector.busy
+    assert collector.begin(0, 20, {"a"}) is not None
 
 
 def test_a_checkpoint_of_a_round_that_has_moved_on_is_not_confirmed() -> None:

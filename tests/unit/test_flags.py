@@ -131,6 +131,10 @@ REFUSED = [
     (["--hang-timeout=20", "--rdzv-conf=lease=11"], "2 * lease"),
     (["--checkpoint-every=50"], "needs --checkpoint-dir"),
     (["--checkpoint-dir=no-such://bucket"], "fsspec knows no no-such://"),
+    (["--nproc-per-node=²"], "whole number"),
+    (["--local-ranks-filter=²"], "--local-ranks-filter"),
+    (["--checkpoint-dir="], "is empty"),
+    (["--checkpoint-from="], "is empty"),
     (["--nproc=2"], "--nproc"),
     (["--nproc-per-n=2"], "write --nproc-per-node in full"),
 ]

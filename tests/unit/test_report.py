@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
+import pytest
+
 from tenplexrun.core.parallel import ParallelConfig
 from tenplexrun.core.report import rows, table
+from tenplexrun.ctl import read_events
+from tenplexrun.errors import UsageError
 
 
 def test_a_failures_row_adds_up() -> None:
@@ -34,3 +41,14 @@ def test_a_failures_row_adds_up() -> None:
     assert abs(sum(part for part in parts if part is not None) - 1.0) < 1e-6
     assert (row.repeated, row.num_bytes, row.lower_bound, row.layout) == (2, 2**20, 2**20, "tp2")
     assert "1.00 MiB" in table([row])
+
+
+@pytest.mark.parametrize("line", [b"[1]", b"{}", b'{"t": null, "node": "a", "event": "x"}', b"\xff\xfe", b"none"])
+def test_what_is_no_event_is_refused_unless_it_is_a_torn_end(line: bytes, tmp_path: Path) -> None:
+    event = {"t": 1.5, "node": "a", "event": "started"}
+    path = tmp_path / "events"
+    path.write_bytes(json.dumps(event).encode() + b"\n" + line)
+    assert read_events([str(path)]) == [event]
+    path.write_bytes(line + b"\n" + json.dumps(event).encode())
+    with pytest.raises(UsageError, match="events:1 is no JSON event"):
+        read_events([str(path)])

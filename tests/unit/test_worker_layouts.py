@@ -117,8 +117,8 @@ def save(folder: Path, config: ParallelConfig) -> Path:
                 elif not fqn.startswith("rng."):
                     fill_with_own_indices(tensor, layout.spec(fqn), place)
             state.adopt(filled, state.values())
-            SlotWriter([str(slot)], arena, layout, place).write(0, state.read())
-            staged = SlotWriter([str(other)], arena, layout, place, FakeCopies(random.Random(rank)))
+            SlotWriter([str(slot)], arena, layout, place, threads=2).write(0, state.read())
+            staged = SlotWriter([str(other)], arena, layout, place, copies=FakeCopies(random.Random(rank)))
             staged.write(0, state.read())
     assert other.read_bytes() == slot.read_bytes(), "what a device stages is the same"
     return write_index(folder, layout, config, arena)
@@ -165,7 +165,7 @@ def test_restore_into_another_layout(saved: tuple[ParallelConfig, Path], target:
     for rank in range(target.world_size):
         with rank_of(target, rank) as (place, mesh):
             state, optimizer = make(place, mesh)
-            filled, num_bytes = snapshot.fill(state.blank(), layout, place)
+            filled, num_bytes = snapshot.fill(state.blank(), layout, place, threads=2)
             existed = all(place.coord[axis] < current.size(axis) for axis in AXES)
             assert set(state.blank()) - set(filled) == (set() if existed else state.stream_names)
             assert num_bytes > 0
