@@ -251,13 +251,13 @@ class Arena:
     # -- regions from peers --------------------------------------------------------------------------------
 
     def stage(self, snapshot: SnapshotId, num_bytes: int) -> str:
-        """Reserve a file for regions that are to come. Raises ArenaFullError. End with `adopt` or `discard`."""
+        """Promise a file to regions that are to come. Raises ArenaFullError. End with `adopt` or `discard`."""
         with self._lock:
             while (name := f"pull-{_stem(snapshot)}-{next(self._numbers)}{TENSORS}") in self._files.names(TENSORS):
                 pass
             self._staged.add(name)
         try:
-            self._files.reserve(name, num_bytes)
+            self._files.promise(name, num_bytes)
         except TenplexError:
             self._staged.discard(name)
             raise

@@ -1,13 +1,15 @@
 """Files of an arena: every page reserved before use, mapped once, JSON replaced atomically.
 
 Reserved means `posix_fallocate`: when shared memory is too small that is an ArenaFullError here, and never a
-SIGBUS later in a worker that writes through its map.
+SIGBUS later in a worker that writes through its map. What only the store writes, by `pwrite`, is just promised: its
+pages come with their bytes, which spares their reservation and mapping beforehand.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import json
 import mmap
 import os
@@ -19,21 +21,40 @@ from pathlib import Path
 from tenplexrun.core.records import Record
 from tenplexrun.errors import ArenaFullError, StoreError
 
-MADV_POPULATE_WRITE = 23
+MADV_POPULATE_READ = 22
 TENSORS = ".bin"
 """Suffix of files that hold tensors; they count against the limit."""
 
 
 class MappedFile:
-    """A whole file, mapped shared and writable, until the last reference to it goes, dropped or not."""
+    """A whole file, open until the last reference to it goes, dropped or not."""
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         self.fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self.fd)
-        memory = mmap.mmap(self.fd, 0)
+        self._writing = threading.Lock()
+
+    @functools.cached_property
+    def view(self) -> memoryview:
+        """All of it, mapped shared and writable on first use. Raises StoreError."""
+        try:
+            memory = mmap.mmap(self.fd, 0)
+        except (OSError, ValueError) as error:
+            raise StoreError(f"cannot map {self._path}: {error}") from error
         with contextlib.suppress(OSError):  # Linux before 5.14: pages are then mapped one by one, on first touch
-            memory.madvise(MADV_POPULATE_WRITE)
-        self.view = memoryview(memory)
+            memory.madvise(MADV_POPULATE_READ)  # _WRITE would map them one by one, too
+        return memoryview(memory)
+
+    def write(self, data: memoryview, offset: int) -> None:
+        """Put `data` at `offset`. Raises ArenaFullError, StoreError."""
+        try:
+            with self._writing:  # the system lets in one at a time, and has the others spin
+                while data:
+                    count = os.pwrite(self.fd, data, offset)
+                    data, offset = data[count:], offset + count
+        except OSError as error:
+            raise _failure(self._path, len(data), error) from error
 
 
 class Files:
@@ -58,6 +79,20 @@ class Files:
         except FileNotFoundError:
             return 0
 
+    def promise(self, name: str, num_bytes: int) -> None:
+        """Make a file of `num_bytes` (at least 1) whose pages come as it is written; they count as taken from now on.
+
+        Raises ArenaFullError with the bytes needed and free; then there is no file.
+        """
+        path, num_bytes = self.folder / name, max(1, num_bytes)
+        self._check_room(name, num_bytes)
+        try:
+            with path.open("ab") as file:
+                file.truncate(num_bytes)
+        except OSError as error:
+            self.drop([name])
+            raise _failure(path, num_bytes, error) from error
+
     def reserve(self, name: str, num_bytes: int, recycle: str | None = None) -> Path:
         """Make a file of `num_bytes` (at least 1) whose pages all exist, those of the file `recycle` among them.
 
@@ -73,7 +108,7 @@ class Files:
                 os.posix_fallocate(file.fileno(), 0, num_bytes)
         except OSError as error:
             self.drop([name])
-            raise self._failure(name, num_bytes, error) from error
+            raise _failure(path, num_bytes, error) from error
         except ArenaFullError:
             self.drop([name])
             raise
@@ -85,7 +120,7 @@ class Files:
         if self._limit_bytes is not None:
             free = min(free, self._limit_bytes - sum(map(self.size, self.names(TENSORS))))
         if num_bytes > free:
-            raise self._full("a round with its two slots", num_bytes, max(0, free))
+            raise _full(self.folder, "a round with its two slots", num_bytes, max(0, free))
 
     def open(self, name: str) -> MappedFile:
         """A tensor file, opened once. Raises StoreError."""
@@ -93,8 +128,8 @@ class Files:
             if name not in self._open:
                 try:
                     self._open[name] = MappedFile(self.folder / name)
-                except (OSError, ValueError) as error:
-                    raise StoreError(f"cannot map {self.folder / name}: {error}") from error
+                except OSError as error:
+                    raise StoreError(f"cannot open {self.folder / name}: {error}") from error
             return self._open[name]
 
     def drop(self, names: Iterable[str]) -> None:
@@ -112,7 +147,7 @@ class Files:
             fresh.replace(self.folder / name)
         except OSError as error:
             self.drop([fresh.name])
-            raise self._failure(name, len(text), error) from error
+            raise _failure(self.folder / name, len(text), error) from error
 
     def read_json(self, name: str) -> object:
         """Raises StoreError when it is missing or no JSON."""
@@ -126,8 +161,13 @@ class Files:
             self._open.pop(name, None)
 
     def _free_bytes(self) -> int:
-        stats = os.statvfs(self.folder)
-        return stats.f_bavail * stats.f_frsize
+        """What the file system has, without what is promised."""
+        promised = 0
+        for name in self.names(TENSORS):
+            with contextlib.suppress(FileNotFoundError):
+                stats = (self.folder / name).stat()
+                promised += max(0, stats.st_size - 512 * stats.st_blocks)
+        return _free_bytes(self.folder) - promised
 
     def _check_room(self, name: str, num_bytes: int) -> None:
         free = self._free_bytes()
@@ -135,15 +175,22 @@ class Files:
             used = sum(self.size(other) for other in self.names(TENSORS) if other != name)
             free = min(free + self.size(name), self._limit_bytes - used) - self.size(name)
         if num_bytes - self.size(name) > free:
-            raise self._full(name, num_bytes - self.size(name), max(0, free))
+            raise _full(self.folder, name, num_bytes - self.size(name), max(0, free))
 
-    def _failure(self, name: str, num_bytes: int, error: OSError) -> StoreError:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
-            return self._full(name, num_bytes, self._free_bytes())
-        return StoreError(f"cannot write {self.folder / name}: {error}; look after that folder and start again")
 
-    def _full(self, name: str, needed: int, free: int) -> ArenaFullError:
-        return ArenaFullError(
-            f"shared memory is too small: {name} needs {needed} bytes more, {free} are free in {self.folder}; "
-            "enlarge it (mount -o remount,size=... /dev/shm; containers: --shm-size) or put fewer workers on a node"
-        )
+def _free_bytes(folder: Path) -> int:
+    stats = os.statvfs(folder)
+    return stats.f_bavail * stats.f_frsize
+
+
+def _failure(path: Path, num_bytes: int, error: OSError) -> StoreError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
+        return _full(path.parent, path.name, num_bytes, _free_bytes(path.parent))
+    return StoreError(f"cannot write {path}: {error}; look after that folder and start again")
+
+
+def _full(folder: Path, name: str, needed: int, free: int) -> ArenaFullError:
+    return ArenaFullError(
+        f"shared memory is too small: {name} needs {needed} bytes more, {free} are free in {folder}; "
+        "enlarge it (mount -o remount,size=... /dev/shm; containers: --shm-size) or put fewer workers on a node"
+    )

@@ -90,7 +90,7 @@ class PullJob:
         order = self._order
         file = self._arena.stage(order.snapshot, order.num_bytes)
         try:
-            checksums = self._pull.run(self._arena.file(file).view)
+            checksums = self._pull.run(self._arena.file(file))
         except BaseException:
             self._arena.discard(file)
             raise

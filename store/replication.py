@@ -53,7 +53,7 @@ class ReplicaJob:
             self._pull = Pull(self._peers, snapshot, parts, streams=1)
             if self._cancelled:
                 self._pull.cancel()
-            checksums = self._pull.run(self._arena.file(file).view)
+            checksums = self._pull.run(self._arena.file(file))
             pieces = [
                 Piece(part.fqn, part.region, part.dtype, file, part.offset, part.num_bytes, checksum)
                 for part, checksum in zip(parts, checksums, strict=True)

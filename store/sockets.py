@@ -14,8 +14,8 @@ from tenplexrun.store.files import MappedFile
 from tenplexrun.store.wire import FrameReader
 
 BUFFER_BYTES = 4 << 20
-CHUNK_BYTES = 4 << 20
-"""Tensors are sent, received and hashed in steps of at most this size."""
+CHUNK_BYTES = 1 << 20
+"""Tensors are gathered, sent, received and hashed in steps of at most this size, which a processor's cache holds."""
 MIN_RUN_BYTES = 256 << 10
 """Less than this is joined with other small writes: cheaper than a system call of its own."""
 

@@ -1,4 +1,4 @@
-"""Pulls regions from peers' stores straight into mapped memory, from all of them at once.
+"""Pulls regions from peers' stores into a file of the arena, from all of them at once.
 
 Each source gets up to two streams. A region that a source did not deliver whole and with the right checksum is asked
 of its next holder. When all have been asked, those that went away or stalled in mid-stream are asked again for a while:
@@ -25,8 +25,9 @@ from tenplexrun.core.layout import Layout
 from tenplexrun.core.records import Record
 from tenplexrun.core.regions import Region
 from tenplexrun.core.snapshots import SnapshotId
-from tenplexrun.errors import PeerLostError, TenplexError, WireError
+from tenplexrun.errors import ArenaFullError, PeerLostError, TenplexError, WireError
 from tenplexrun.store import wire
+from tenplexrun.store.files import MappedFile
 from tenplexrun.store.sockets import CHUNK_BYTES, receive_frame, receive_into, tune
 
 STREAMS_PER_SOURCE = 2
@@ -145,14 +146,15 @@ class Pull:
         self._patience_s = patience_s
         self._away: set[str] = set()
         self._open: set[socket.socket] = set()
-        self._into = memoryview(b"")
         self.progress = Progress(sum(part.num_bytes for part in parts))
         self._checksums: dict[Part, int] = {}
         self._reasons: dict[str, str] = {}
 
-    def run(self, into: memoryview) -> list[int]:
-        """Fetch everything into `into`; blocks. Returns the checksums in the order of the parts. Raises WireError."""
-        self._into = into
+    def run(self, into: MappedFile) -> list[int]:
+        """Fetch everything into `into`; blocks. Returns the checksums in the order of the parts.
+
+        Raises WireError, ArenaFullError when the pages of a promised file run out.
+        """
         attempt, arrived, until = 0, 0, time.monotonic()
         while missing := [part for part in self._parts if part not in self._checksums]:
             sources = [self._source(part, attempt) for part in missing]
@@ -165,7 +167,7 @@ class Pull:
                 )
             if again:
                 self.progress.cancelled.wait(AGAIN_S)
-            self._fetch(missing, sources)
+            self._fetch(into, missing, sources)
             if not again or len(self._checksums) > arrived:
                 arrived, until = len(self._checksums), time.monotonic() + self._patience_s
             attempt += 1
@@ -185,7 +187,7 @@ class Pull:
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
 
-    def _fetch(self, missing: Sequence[Part], sources: Sequence[str | None]) -> None:
+    def _fetch(self, into: MappedFile, missing: Sequence[Part], sources: Sequence[str | None]) -> None:
         """One attempt at each part, at its source."""
         by_address: dict[str, list[Part]] = {}
         for part, source in zip(missing, sources, strict=True):
@@ -193,38 +195,42 @@ class Pull:
         queues = [(address, deque(_batches(parts))) for address, parts in by_address.items()]
         with ThreadPoolExecutor(min(MAX_STREAMS, self._num_streams * len(queues)), "pull") as pool:
             streams = [
-                pool.submit(self._stream, address, batches)
+                pool.submit(self._stream, into, address, batches)
                 for address, batches in queues
                 for _ in range(min(self._num_streams, len(batches)))
             ]
             for stream in streams:
                 stream.result()
 
-    def _stream(self, address: str, batches: deque[list[Part]]) -> None:
+    def _stream(self, into: MappedFile, address: str, batches: deque[list[Part]]) -> None:
         """Take batches until none is left. What fails is noted, and its parts stay missing."""
         try:
             with self._peers.connect(address) as sock:
                 self._open.add(sock)
                 try:
                     while not self.progress.cancelled.is_set() and (batch := _next(batches)) is not None:
-                        self._receive(sock, address, batch)
+                        self._receive(sock, into, address, batch)
                 finally:
                     self._open.discard(sock)
+        except ArenaFullError:  # no other holder can help
+            self.cancel()
+            raise
         except TenplexError as error:
             self._reasons[address] = str(error)
             (self._away.add if isinstance(error, PeerLostError) else self._away.discard)(address)
 
-    def _receive(self, sock: socket.socket, address: str, batch: Sequence[Part]) -> None:
+    def _receive(self, sock: socket.socket, into: MappedFile, address: str, batch: Sequence[Part]) -> None:
         request = wire.Read(self._snapshot, tuple((part.fqn, part.region) for part in batch))
         answer = self._peers.request(sock, request)
         wire.parse_read_answer(answer, [(part.num_bytes, part.dtype) for part in batch])
-        sent = bytearray(wire.CHECKSUM.size)
+        sent, buffer = bytearray(wire.CHECKSUM.size), memoryview(bytearray(CHUNK_BYTES))
         for part in batch:
             digest = xxhash.xxh3_64()
             for start in range(part.offset, part.offset + part.num_bytes, CHUNK_BYTES):
-                chunk = self._into[start : min(start + CHUNK_BYTES, part.offset + part.num_bytes)]
+                chunk = buffer[: part.offset + part.num_bytes - start]
                 receive_into(sock, chunk)
                 digest.update(chunk)
+                into.write(chunk, start)
                 self.progress.add(len(chunk))
             receive_into(sock, memoryview(sent))
             if wire.CHECKSUM.unpack(sent)[0] == digest.intdigest():

@@ -12,7 +12,7 @@
                "layout"    {"ok": {"layout": ...}}
 
 Numbers of the frame are in network order. A checksum is xxh3_64 and follows its bytes, so that neither end holds a
-region twice: the sender hashes what it sends, the receiver what it has put in place.
+region twice: the sender hashes what it sends, the receiver what has come, before it is put in place.
 Whatever bytes come in, nothing but WireError comes out, and no more memory is asked for than the limits below.
 """
 

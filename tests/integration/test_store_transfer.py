@@ -24,10 +24,11 @@ from tenplexrun.core.snapshots import Claim, SnapshotId, holders_of
 from tenplexrun.errors import ArenaFullError, StateLostError, StoreError, WireError
 from tenplexrun.store import wire
 from tenplexrun.store.arena import Arena
+from tenplexrun.store.files import MappedFile
 from tenplexrun.store.peers import PeerServer
 from tenplexrun.store.pulls import Order, PullJob
 from tenplexrun.store.sockets import receive_frame
-from tenplexrun.store.transfer import Peers
+from tenplexrun.store.transfer import Part, Peers, Pull
 
 TOKEN = "secret"
 LAYOUT = Layout(
@@ -234,6 +235,15 @@ def test_full_arena_refuses_a_pull(nodes: Nodes) -> None:
     with pytest.raises(ArenaFullError, match="1000 are free"):
         joiner.pull(snapshot, WHOLE, nodes.fetches("c", snapshot, WHOLE))
     assert tensor_files(joiner) == []
+
+
+def test_memory_that_runs_out_ends_a_pull(nodes: Nodes) -> None:
+    snapshot = nodes.add("a").hold(ONE, (0,))
+    spec, address = LAYOUT.spec("rows"), nodes.all["a"].address
+    part = Part("rows", spec.whole, spec.dtype, 1536 * 300 * 8, 0, (address, address))
+    pull = Pull(Peers(TOKEN), snapshot, [part], patience_s=60)
+    with pytest.raises(ArenaFullError, match="shared memory is too small"):
+        pull.run(MappedFile(Path("/dev/full")))
 
 
 def test_silent_source_is_given_up(nodes: Nodes) -> None:

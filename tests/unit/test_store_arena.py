@@ -1,6 +1,7 @@
 """The arena: what stays, what goes, and what a restarted store finds again."""
 
 import math
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -158,6 +159,16 @@ def test_full_arena_says_what_is_needed_and_leaves_nothing(tmp_path: Path) -> No
     assert tensor_files(tmp_path) == []
     with pytest.raises(ArenaFullError):
         arena.stage(SnapshotId(1, 1, "d"), SLOT_BYTES + 101)
+    assert tensor_files(tmp_path) == []
+
+
+def test_memory_promised_to_one_pull_is_not_there_for_another(arena: Arena, tmp_path: Path) -> None:
+    most_of_it = shutil.disk_usage(tmp_path).free * 6 // 10
+    first = arena.stage(SnapshotId(1, 1, "d"), most_of_it)
+    with pytest.raises(ArenaFullError):
+        arena.stage(SnapshotId(1, 1, "d"), most_of_it)
+    arena.discard(first)
+    arena.discard(arena.stage(SnapshotId(1, 1, "d"), most_of_it))
     assert tensor_files(tmp_path) == []
 
 
