@@ -17,7 +17,7 @@ from tenplexrun.agent.events import EventLog
 from tenplexrun.agent.processes import Processes
 from tenplexrun.agent.signals import Signals
 from tenplexrun.agent.steward import Ask, Steward
-from tenplexrun.channel import join_host_port
+from tenplexrun.channel import join_host_port, split_host_port
 from tenplexrun.errors import CoordinationError, ProcessError
 
 RETRY_S = 0.3
@@ -26,6 +26,8 @@ URGENT_S = 10.0
 """Who was told twice to end waits no longer for the others to hear of it."""
 REMOVAL_PAUSE_S = 1.0
 REMOVAL_TRIES = 60
+ANSWER_S, SILENCES = 2.0, 5
+"""A server that is silent so often in a row hangs; a busy machine makes it late, but not that often."""
 
 
 class Hosting:
@@ -43,6 +45,7 @@ class Hosting:
         self._numbers = itertools.count()
         self._joining: asyncio.Task[None] | None = None
         self._cleaning: asyncio.Task[None] | None = None
+        self._silences = 0
 
     @property
     def active(self) -> bool:
@@ -135,6 +138,7 @@ class Hosting:
         """Ask where the run's etcd is served now. Returns whether that has changed. Raises CoordinationError."""
         if self.members is None:
             return False
+        await self._patrol()
         voters = [each for each in await self.members.list() if each.voter]
         self._voters = {each.name for each in voters}
         endpoints = tuple(sorted(each.endpoint for each in voters if each.endpoint is not None))
@@ -147,6 +151,18 @@ class Hosting:
             self._events.say(f"etcd is served at {', '.join(endpoints)}")
         return True
 
+    async def _patrol(self) -> None:
+        """End this node's server if it hangs: another one takes its place. The only one can but be waited for."""
+        etcd = self._etcd
+        if etcd is None or self.sole or await _answers(etcd.endpoint):
+            self._silences = 0
+            return
+        self._silences += 1
+        if self._silences >= SILENCES:
+            self._silences = 0
+            self._events.emit("etcd_hangs", endpoint=etcd.endpoint)
+            self._processes.kill(etcd.pid)
+
     def _data(self) -> str:
         """A new folder for each server; those of servers before it are removed."""
         for old in self._node_dir.glob("etcd-*"):
@@ -155,6 +171,23 @@ class Hosting:
 
     def _url(self, port: int) -> str:
         return f"http://{join_host_port(self.host, port)}"
+
+
+async def _answers(endpoint: str) -> bool:
+    """Whether the server there says anything: what it says may depend on others."""
+
+    async def ask() -> bool:
+        reader, writer = await asyncio.open_connection(*split_host_port(endpoint))
+        try:
+            writer.write(b"GET /version HTTP/1.0\r\n\r\n")
+            return bool(await reader.read(1))
+        finally:
+            writer.close()
+
+    try:
+        return await asyncio.wait_for(ask(), ANSWER_S)
+    except (OSError, asyncio.TimeoutError):
+        return False
 
 
 def free_port(host: str, wanted: int = 0) -> int:

@@ -226,7 +226,8 @@ def test_the_second_server_may_be_lost_before_there_is_a_third() -> None:
 
 
 @pytest.mark.slow
-def test_a_server_that_dies_alone_is_replaced_by_a_new_one() -> None:
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_server_that_dies_or_hangs_alone_is_replaced_by_a_new_one(fault: signal.Signals) -> None:
     """Its node lives on, and withdraws it; its data is never used again."""
 
     async def test(nodes: Nodes) -> None:
@@ -237,7 +238,7 @@ def test_a_server_that_dies_alone_is_replaced_by_a_new_one() -> None:
         await nodes.until_hosted_by("abc", "c")
         before = {each.id for each in await nodes.servers("a")}
         [pid] = [pid for pid in descendants(nodes.processes["b"]._process.pid) if name_of(pid) == "etcd"]
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, fault)
         while len(before & {each.id for each in await nodes.servers("a")}) == 3:
             await asyncio.sleep(0.2)
         await nodes.until_hosted_by("abc", "c")
