@@ -10,13 +10,10 @@ PACKAGES := fuse3 libfuse3-dev pkg-config gcc python3-dev python3-venv iproute2
 demo: setup
 	$(BIN)/python examples/demo.py
 
-# What mostly computes runs beside what mostly waits, and is shown afterwards.
-COMPUTING := tests/unit tests/property tests/sim tests/contract
-WAITING := tests/integration tests/faults
+# Four at once, since tests of processes mostly wait; the long ones first.
+TESTS := $(addprefix tests/,faults integration contract sim property unit)
 test: lint
-	@mkdir -p build; $(BIN)/pytest $(COMPUTING) > build/computing.log 2>&1 & computing=$$!; \
-	  $(BIN)/pytest $(WAITING); waiting=$$?; wait $$computing; computing=$$?; cat build/computing.log; \
-	  exit $$((waiting | computing))
+	$(BIN)/pytest -n 4 --dist worksteal $(TESTS)
 
 test-slow: setup
 	$(BIN)/pytest -m slow
