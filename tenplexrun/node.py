@@ -75,13 +75,8 @@ class Node:
         hosting = Hosting(self.processes, self.node_dir, self.events, host, growing)
         store = StoreClient(str(self.node_dir / "store.sock"))
         view = ViewClient(str(self.node_dir / "view.sock"), self._view_failed)
-        keeping = asyncio.ensure_future(self._keep_alive(host, hosting, died))
         checkpoints = self._checkpoints()
-        patrols = [asyncio.ensure_future(self._patrol("view", STRIKES, self._view_failed))]
-        if checkpoints is not None:
-            patrols.append(
-                asyncio.ensure_future(self._patrol("checkpoints", LOADING_STRIKES, self._checkpoints_failed))
-            )
+        watching = self._watch_over(host, hosting, died, checkpoints is not None)
         links, desk = Links(self.node, self.token, spec.tls), Desk()
         logs = WorkerLogs(self.output, alias=f"{spec.run_id}_{self.node}")
         link = hosting.name = await links.start(host)
@@ -119,9 +114,8 @@ class Node:
             agent.on_joined = lambda key: self.processes.set_cleanup(coordination.removals(key) if key else ())
             return await agent.run()
         finally:
-            keeping.cancel()
-            for patrol in patrols:
-                patrol.cancel()
+            for task in watching:
+                task.cancel()
             await desk.close()
             await links.close()
             await pool.close()
@@ -129,6 +123,15 @@ class Node:
                 await checkpoints.close()
             await logs.close()
             await coordination.close()
+
+    def _watch_over(
+        self, host: str, hosting: Hosting, died: asyncio.Queue[Verdict], checkpoints: bool
+    ) -> list[asyncio.Future[None]]:
+        """Those of our processes that are started again."""
+        watches = [self._keep_alive(host, hosting, died), self._patrol("view", STRIKES, self._view_failed)]
+        if checkpoints:
+            watches.append(self._patrol("checkpoints", LOADING_STRIKES, self._checkpoints_failed))
+        return [asyncio.ensure_future(each) for each in watches]
 
     async def _meet(self, hosting: Hosting) -> tuple[Meeting, Etcd]:
         """The run's etcd, and what this node has to know to host a part of it."""

@@ -391,14 +391,10 @@ def test_where_the_first_replica_counts_its_value_takes_the_place_of_the_others(
     shrunk = PTC(layout, ParallelConfig(dp=2), ("b", "c"))
     for name in "bc":
         (fetch,) = plan_node(name, shrunk, holders).fetches
-        record = {
-            "snapshot": snapshot.to_json(),
-            "layout": layout.to_json(),
-            "claim": Claim(shrunk.config, (0,)).to_json(),
-        }
+        claim = Claim(shrunk.config, (0,)).to_json()
+        record = {"snapshot": snapshot.to_json(), "layout": layout.to_json(), "claim": claim}
         fetches = [{**fetch.to_json(), "address": nodes.all[fetch.source].address, "alternatives": []}]
         PullJob(nodes.all[name].arena, Peers(TOKEN, 5.0), Order.from_json({**record, "fetches": fetches})).run()
         (piece,) = nodes.all[name].arena.get(snapshot).pieces
         assert piece.region == whole
-        data = nodes.all[name].arena.file(piece.file).view[piece.offset : piece.offset + 16]
-        assert np.frombuffer(data, np.float32).tolist() == [1, 1, 1, 1]
+        assert np.frombuffer(nodes.all[name].arena.file(piece.file).view, "f4", 4, piece.offset).tolist() == [1] * 4

@@ -15,28 +15,17 @@ QUIET_S = 900.0
 BLOCKS, BLOCK = 20, 50
 
 
+FAULTS = {
+    "join": 4, "host": 1, "agent": 2, "worker": 3, "pause": 2, "cut": 2, "part": 1,
+    "mend": 3, "down": 1, "drain": 1, "resize": 2, "slow": 1, "loss": 1, "hang": 1,
+}  # fmt: skip
+"""How often, against each other."""
+
+
 def fault(world: World) -> None:
     """One thing goes wrong, or somebody wishes something."""
     chance, agents = world.random, [world.agents[name] for name in sorted(world.agents)]
-    kind = chance.choices(
-        [
-            "join",
-            "host",
-            "agent",
-            "worker",
-            "pause",
-            "cut",
-            "part",
-            "mend",
-            "down",
-            "drain",
-            "resize",
-            "slow",
-            "loss",
-            "hang",
-        ],
-        [4, 1, 2, 3, 2, 2, 1, 3, 1, 1, 2, 1, 1, 1],
-    )[0]
+    kind = chance.choices([*FAULTS], [*FAULTS.values()])[0]
     seconds = chance.choice([0.3, 3.0, 8.0, 40.0]) * chance.random()
     if kind == "join":
         if len(agents) < world.most + 1:
