@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from tenplexrun.agent.events import EventLog
-from tenplexrun.core.durable import Cadence, Every
+from tenplexrun.core.durable import Cadence
+from tenplexrun.core.pace import Interval
 from tenplexrun.core.rounds import Round
 from tenplexrun.errors import CompareFailedError, TenplexError
 from tenplexrun.ports import CheckpointClient
@@ -115,7 +116,7 @@ class _Going:
 class Collector:
     """On the node that decides. Not more than one checkpoint is under way at a time, but for the job's last one."""
 
-    def __init__(self, client: CheckpointClient, every: Every, events: EventLog) -> None:
+    def __init__(self, client: CheckpointClient, every: Interval, events: EventLog) -> None:
         self._client, self._every, self._events = client, every, events
         self.confirm: Confirm | None = None
         self.end: tuple[int, int] | None = None

@@ -84,8 +84,8 @@ class Session:
         self._values: dict[int, dict[str, Any]] = {}
         self._sealing_step = self._sealed_step = self._committing = NONE
         self._snapshot: tuple[dict[str, Any], int] | None = None  # the newest one's id, and its slot
-        parts = (services.checkpoints, round_, node, services.links.written, services.events)
-        self._parts = PartWriter(*parts) if services.checkpoints is not None else None  # type: ignore[arg-type]
+        client, report = services.checkpoints, services.links.written
+        self._parts = None if client is None else PartWriter(client, round_, node, report, services.events)
         self._seal: asyncio.Task[None] | None = None
         self._replication = Replication(node, round_, services.store, services.links, services.events)
         self._views: dict[tuple[int, str], asyncio.Future[str]] = {}

@@ -157,6 +157,7 @@ def pack(folder: Path, slot: io.BufferedRandom, offset: int, row_bytes: int) -> 
     slot.seek(offset + files.LENGTH.size)
     bounded = _Bounded(slot, offset + row_bytes, folder)
     try:
+        # typeshed wants a whole file; to write a tar takes `write` and `tell`
         with tarfile.open(fileobj=bounded, mode="w", dereference=True) as tar:  # type: ignore[call-overload]
             tar.add(folder, ".")
         size = slot.tell() - offset - files.LENGTH.size

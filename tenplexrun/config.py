@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tenplexrun import devices, formats, rdzv
-from tenplexrun.core.durable import Every
 from tenplexrun.core.forming import impossible
 from tenplexrun.core.output import PREFIX, STDERR, STDOUT, Output, Streams
 from tenplexrun.core.pace import Interval
@@ -38,7 +37,7 @@ class CheckpointSpec:
 
     home: str | None
     origin: str | None
-    every: Every
+    every: Interval
     keep: int
 
 
@@ -120,7 +119,7 @@ def check(args: argparse.Namespace, environ: Mapping[str, str]) -> JobSpec:
         role=args.role,
         virtual_local_rank=args.virtual_local_rank,
         signals=_signals(args.signals_to_handle),
-        snapshot_every=_every(args.snapshot_every),
+        snapshot_every=_every("--snapshot-every", args.snapshot_every),
         checkpoints=_checkpoints(args),
         replicas=args.replicas,
         state_bytes=_num_bytes("--state-files", args.state_files),
@@ -173,11 +172,11 @@ def _tls(args: argparse.Namespace) -> Tls | None:
     return tls
 
 
-def _every(text: str) -> Interval:
+def _every(flag: str, text: str) -> Interval:
     try:
         return Interval.parse(text)
     except ValueError as error:
-        raise UsageError(f"--snapshot-every: {error}") from None
+        raise UsageError(f"{flag}: {error}") from None
 
 
 def _command(args: argparse.Namespace, environ: Mapping[str, str]) -> tuple[tuple[str, ...], str]:
@@ -281,7 +280,9 @@ def _output(args: argparse.Namespace, environ: Mapping[str, str]) -> Output:
 
 
 def _checkpoints(args: argparse.Namespace) -> CheckpointSpec | None:
-    every = Every.parse(args.checkpoint_every or "600s")
+    every = _every("--checkpoint-every", args.checkpoint_every or "600s")
+    if every == Interval():
+        raise UsageError("--checkpoint-every takes a number of steps, as 500, or of seconds, as 600s")
     if args.checkpoint_keep < 1:
         raise UsageError("--checkpoint-keep is a whole number of at least 1")
     if "" in (args.checkpoint_dir, args.checkpoint_from):

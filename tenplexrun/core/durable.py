@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from tenplexrun.core.arena import spread
 from tenplexrun.core.dtypes import item_bytes
 from tenplexrun.core.layout import Layout
+from tenplexrun.core.pace import Interval
 from tenplexrun.core.parallel import ParallelConfig
 from tenplexrun.core.regions import Region
-from tenplexrun.errors import UsageError
 
 OWN = "tenplexrun"
 VALUES = f"{OWN}.values"
@@ -49,27 +49,11 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
-class Every:
-    """How often a checkpoint is due: `steps` or `seconds`, the other one is None."""
-
-    steps: int | None = None
-    seconds: float | None = None
-
-    @classmethod
-    def parse(cls, text: str) -> Every:
-        """`100` is steps, `300s` seconds. Raises UsageError."""
-        match = re.fullmatch(r"(\d+)(\.\d+)?(s?)", text.strip())
-        if not match or (match[2] and not match[3]) or not float(text.strip().rstrip("s")):
-            raise UsageError(f"--checkpoint-every {text!r} is neither steps, as 500, nor seconds, as 600s")
-        return cls(seconds=float(match[1] + (match[2] or ""))) if match[3] else cls(steps=int(match[1]))
-
-
-@dataclass(frozen=True, slots=True)
 class Cadence:
     """What the node that decides remembers of the checkpoints of a round: the step and the time (monotonic, s) of the
-    last one, or of the round's start."""
+    last one, or of the round's start. `every`: steps or seconds."""
 
-    every: Every
+    every: Interval
     step: int
     at: float
 

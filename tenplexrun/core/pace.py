@@ -5,6 +5,7 @@ A word is said about one step, and names the next step that there will be a word
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from tenplexrun.core.control import NONE
@@ -27,11 +28,10 @@ class Interval:
         """ "5", "30s" or "auto". Raises ValueError, for people."""
         if text == "auto":
             return cls()
+        if not re.fullmatch(r"\d+|\d+(\.\d+)?s", text, re.ASCII):
+            raise ValueError(f"{text!r} is neither a number of steps, as 500, nor of seconds, as 30s")
         number = text.removesuffix("s")
-        try:
-            every = cls(seconds=float(number)) if number != text else cls(steps=int(number))
-        except ValueError:
-            raise ValueError(f"{text!r} is neither a number of steps, nor of seconds as 30s, nor auto") from None
+        every = cls(steps=int(number)) if number == text else cls(seconds=float(number))
         if not 0 < (every.steps or every.seconds or 0) < float("inf"):
             raise ValueError(f"{text!r} is not above 0")
         return every

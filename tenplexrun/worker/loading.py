@@ -173,14 +173,14 @@ def _fill(chunks: Chunks, names: Names, fqns: Iterable[str], slots: Slots) -> No
         if stored is None:
             slots.put_all(fqn, chunks.value(key))
             return
-        held = [chunk for chunk in stored.chunks if chunk.region is not None]
+        held = [(chunk.region, chunk) for chunk in stored.chunks if chunk.region is not None]
         for region in wanted:
-            missing = subtract(region, [chunk.region for chunk in held if chunk.region is not None])
+            missing = subtract(region, [own for own, _ in held])
             if missing:
                 raise CheckpointError(f"{fqn} {missing[0]} is in no file of the checkpoint")
-        for chunk in held:
-            if any(chunk.region is not None and chunk.region.intersect(region) is not None for region in wanted):
-                slots.put(fqn, chunk.region, chunks.tensor(fqn, chunk, stored.dtype))  # type: ignore[arg-type]
+        for own, chunk in held:
+            if any(own.intersect(region) is not None for region in wanted):
+                slots.put(fqn, own, chunks.tensor(fqn, chunk, stored.dtype))
 
     with ThreadPoolExecutor(THREADS) as threads:
         for _ in threads.map(one, fqns):

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from tenplexrun.agent.pool import Pool
 from tenplexrun.agent.processes import Processes
 from tenplexrun.agent.script import Command
 from tenplexrun.ports import WorkerExit, WorkerSpec
+from tenplexrun.vfs.mounts import clear
 
 T = TypeVar("T")
 DEADLINE_S = 120.0
@@ -201,3 +203,13 @@ def preloading_driver(without_torch: None, tmp_path: Path, monkeypatch: pytest.M
 @pytest.fixture
 def env() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture
+def home() -> Iterator[Path]:
+    """A node directory for a view process."""
+    home = Path("/dev/shm") / f"tenplexrun-test-{uuid.uuid4().hex[:8]}"
+    home.mkdir(mode=0o700)
+    yield home
+    clear(home / "view")
+    shutil.rmtree(home)

@@ -133,7 +133,7 @@ def test_what_an_earlier_decider_has_committed_is_not_made_a_checkpoint_again() 
     async def run() -> None:
         begun: list[int] = []
 
-        class Written:
+        class Written:  # of a Collector only what links ask for: the real one would begin each step but once
             def expect(self, *_: object) -> None: ...
             def lost(self, *_: object) -> None: ...
             def begin(self, _round: int, step: int, linked: set[str]) -> str:

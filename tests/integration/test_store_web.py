@@ -170,13 +170,13 @@ def test_a_corrupt_copy_is_not_shown(site: Site) -> None:
     assert (status, b"failed its checksum" in body) == (500, True)
 
 
-def test_a_snapshot_that_is_dropped_meanwhile_ends_short(site: Site) -> None:
+def test_a_snapshot_that_is_dropped_meanwhile_ends_short(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     site.hold(ParallelConfig(), (0,))
     with socket.create_connection(("127.0.0.1", site.port), 30.0) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         request = f"GET /v1/snapshots/newest/rows.npy HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n\r\n"
         answers = site.server._web._answer
-        site.server._web._answer = lambda event: _and_drop(answers(event), site)  # type: ignore[method-assign]
+        monkeypatch.setattr(site.server._web, "_answer", lambda event: _and_drop(answers(event), site))
         sock.sendall(request.encode())
         whole = b""
         while data := sock.recv(1 << 16):

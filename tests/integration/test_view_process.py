@@ -11,13 +11,13 @@ import signal
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from fuse_views import skip_or_fail
 
 from tenplexrun.errors import ArenaFullError, DataError, WireError
 from tenplexrun.vfs.client import ViewClient
@@ -64,15 +64,6 @@ class Process:
 
 
 @pytest.fixture
-def home() -> Iterator[Path]:
-    home = Path("/dev/shm") / f"tenplexrun-test-{uuid.uuid4().hex[:8]}"
-    home.mkdir(mode=0o700)
-    yield home
-    clear(home / "view")
-    shutil.rmtree(home)
-
-
-@pytest.fixture
 def start(home: Path) -> Iterator[Callable[..., Process]]:
     """Starts view processes; skips the test where FUSE is asked for and refused."""
     started: list[Process] = []
@@ -83,7 +74,7 @@ def start(home: Path) -> Iterator[Callable[..., Process]]:
         assert process.running is not None
         until(lambda: process.socket.exists() or process.running.poll() is not None)  # type: ignore[union-attr]
         if mode == "fuse" and process.running.poll() is not None:
-            pytest.skip(f"no FUSE here: {process.end(0)[1]}")
+            skip_or_fail(*process.end(0))
         return process
 
     yield start

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fuse_views import skip_or_fail
 
 from tenplexrun.core.arena import arena_map
 from tenplexrun.core.layout import Layout
@@ -25,22 +26,12 @@ from tenplexrun.core.snapshots import Claim
 from tenplexrun.core.spec import TensorSpec
 from tenplexrun.store.arena import Arena
 from tenplexrun.vfs.client import ViewClient
-from tenplexrun.vfs.mounts import clear
 
 CLAIM = Claim(ParallelConfig(), (0,))
 LAYOUT = Layout((TensorSpec("big", (512, 1024), "int64"), TensorSpec("small", (7,), "float32")))
 ENTRIES = arena_map(LAYOUT, CLAIM.config, CLAIM.ranks).entries
 NOBODY = 65534
 ROOT = Path(__file__).resolve().parent.parent.parent
-
-
-@pytest.fixture
-def home() -> Iterator[Path]:
-    home = Path("/dev/shm") / f"tenplexrun-test-{uuid.uuid4().hex[:8]}"
-    home.mkdir(mode=0o700)
-    yield home
-    clear(home / "view")
-    shutil.rmtree(home)
 
 
 def command(home: Path) -> list[str]:
@@ -63,7 +54,7 @@ def until_ready(home: Path, process: subprocess.Popen[str]) -> None:
     deadline = time.monotonic() + 60
     while not (home / "view.sock").exists():
         if process.poll() is not None:
-            pytest.skip(f"no FUSE here: {process.communicate()[1]}")
+            skip_or_fail(process.wait(), process.communicate()[1])
         assert time.monotonic() < deadline
         time.sleep(0.01)
 

@@ -130,6 +130,10 @@ REFUSED = [
     (["--hang-timeout=9"], "2 * lease"),
     (["--hang-timeout=20", "--rdzv-conf=lease=11"], "2 * lease"),
     (["--checkpoint-every=50"], "needs --checkpoint-dir"),
+    *(
+        (["--checkpoint-dir=d", f"--checkpoint-every={text}"], "--checkpoint-every")
+        for text in ("0s", "1.5", "5m", "auto")
+    ),
     (["--checkpoint-dir=no-such://bucket"], "fsspec knows no no-such://"),
     (["--nproc-per-node=²"], "whole number"),
     (["--local-ranks-filter=²"], "--local-ranks-filter"),

@@ -14,7 +14,10 @@ def test_what_people_write_comes_back(text: str) -> None:
     assert str(Interval.parse(text)) == text
 
 
-@pytest.mark.parametrize("text", ["0", "-1", "1.5", "0s", "-2s", "infs", "nans", "s", "", "x", "1m"])
+@pytest.mark.parametrize(
+    "text",
+    ["0", "-1", "1.5", "0s", "-2s", "infs", "nans", "s", "", "x", "1m", "-5", "ten", "5m", "1e3s", "1_0", " 5", "²"],
+)
 def test_what_makes_no_sense_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"steps|above 0"):
         Interval.parse(text)
