@@ -6,24 +6,21 @@ that a view process that was killed in the middle starts over, and one that was 
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import hashlib
 import json
 import os
 import shutil
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 from tenplexrun.datasets.dataset import Dataset
-from tenplexrun.errors import ArenaFullError, DataError
+from tenplexrun.errors import DataError
 from tenplexrun.formats import open_dataset
 from tenplexrun.samples import Catalogue, Extents, extent_name, samples_per_extent
+from tenplexrun.vfs.homes import appearing, full, home_of
 
 EXTENT_BYTES = 32 << 20
 _COPY_BYTES = 4 << 20
-_PARTIAL = ".partial"
 
 
 def load(spec: str, directory: Path, stop: threading.Event) -> Extents:
@@ -37,32 +34,6 @@ def load(spec: str, directory: Path, stop: threading.Event) -> Extents:
     except FileNotFoundError:
         return Extents(_copy(open_dataset(spec), home, stop), str(home))
     return Extents(Catalogue.from_json(record), str(home))
-
-
-def home_of(spec: str, directory: Path) -> Path:
-    return directory / hashlib.blake2b(spec.encode(), digest_size=8).hexdigest()
-
-
-@contextlib.contextmanager
-def appearing(home: Path) -> Iterator[Path]:
-    """A new folder, which becomes `home` at the end; after an exception nothing is left."""
-    partial = home.with_suffix(_PARTIAL)
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        yield partial
-        partial.rename(home)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-
-
-def full(spec: str, num_bytes: int, directory: Path) -> ArenaFullError:
-    free = shutil.disk_usage(directory).free
-    return ArenaFullError(
-        f"dataset {spec} needs {num_bytes} bytes of shared memory, {free} are free: free some (df -h /dev/shm), "
-        "enlarge it (mount -o remount,size=...) or give a smaller dataset"
-    )
 
 
 def _copy(dataset: Dataset, home: Path, stop: threading.Event) -> Catalogue:

@@ -37,11 +37,12 @@ from tenplexrun.errors import DataError
 from tenplexrun.formats import file_names, format_of, open_dataset
 from tenplexrun.mapping import EndToEnd
 from tenplexrun.samples import extent_name
-from tenplexrun.vfs.extents import EXTENT_BYTES, appearing, full, home_of
+from tenplexrun.vfs.homes import appearing, full, home_of
 from tenplexrun.vfs.nodes import Directory, File, Link, Node, array_file, text_file
 from tenplexrun.vfs.view import PACK_BYTES, pack_index
 from tenplexrun.vfs.window import Window
 
+EXTENT_BYTES = 32 << 20
 _COPY_BYTES = 4 << 20
 _LINK_BYTES = 1024  # what the kernel keeps of a link
 

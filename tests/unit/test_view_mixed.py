@@ -17,7 +17,6 @@ from tenplexrun.datasets.dataset import Dataset
 from tenplexrun.datasets.megatron import Writer
 from tenplexrun.errors import ArenaFullError, DataError
 from tenplexrun.formats import open_dataset
-from tenplexrun.vfs import extents as extents_module
 from tenplexrun.vfs import mixed
 from tenplexrun.vfs.farm import Farm
 from tenplexrun.vfs.nodes import Directory, File, Link
@@ -211,7 +210,6 @@ def test_full_memory_and_stopping_leave_nothing(
     with pytest.raises(ArenaFullError, match=r"needs \d+ bytes of shared memory"):
         mixed.load(spec, tmp_path / "extents", GOING)
     assert list((tmp_path / "extents").iterdir()) == []
-    assert extents_module.home_of(spec, tmp_path).parent == tmp_path
 
 
 def test_a_lost_extent_is_an_error_of_that_read(source: Path, tmp_path: Path) -> None:
