@@ -215,9 +215,9 @@ def _read(dataset: Dataset, framing: Framing, stop: threading.Event) -> Iterator
             raise DataError(f"dataset {dataset.spec}: the view was told to stop while it copied the samples")
         if _has_places(dataset):
             places = [(begin - framing.before, end + framing.after) for begin, end in map(dataset.span, numbers)]
-            found = [dataset.pieces.read(begin, end - begin) for begin, end in places]
+            found = dataset.pieces.read_many(places)
         else:
-            found = [dataset.raw(number) for number in numbers]
+            found = dataset.raw_many(numbers)
         yield [raw + framing.ending for raw in found]
 
 
