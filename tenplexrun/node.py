@@ -187,6 +187,7 @@ class Node:
             unreachable_s=times.unreachable_s,
             max_churn=spec.max_churn,
             replicas=spec.replicas,
+            way=spec.way,
             assign=least_cost,
             durable=spec.checkpoints is not None,
         )

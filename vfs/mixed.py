@@ -98,7 +98,7 @@ class Files:
     def entries(self, shown: Window) -> tuple[dict[str, Node], dict[str, Any]]:
         folders: dict[str, dict[str, Node]] = {name: {} for name in ("", *(self.catalogue.classes or ()))}
         lines = []
-        for row, number in enumerate(shown.rows(0, shown.num_rows)[0].tolist()):
+        for row, number in enumerate(shown.ids(0, shown.num_rows).tolist()):
             folder, slash, name = self._names[number]
             name = f"{row:08d}-{name}"
             folders[folder][name] = self._links[number]
@@ -121,7 +121,7 @@ class Packs:
         return self._starts[ids + 1] - self._starts[ids]
 
     def entries(self, shown: Window) -> tuple[dict[str, Node], dict[str, Any]]:
-        ids, _ = shown.rows(0, shown.num_rows)
+        ids = shown.ids(0, shown.num_rows)
         offsets = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(self.row_bytes(ids))])
         packs = pack_index(_cut(offsets), self.catalogue.suffix)
         entries: dict[str, Node] = {
