@@ -17,7 +17,7 @@ from pathlib import Path
 from tenplexrun.datasets.dataset import Dataset
 from tenplexrun.errors import ArenaFullError, DataError
 from tenplexrun.formats import open_dataset
-from tenplexrun.samples import Catalogue, Extents, extent_name
+from tenplexrun.samples import Catalogue, Extents, extent_name, samples_per_extent
 
 EXTENT_BYTES = 32 << 20
 _COPY_BYTES = 4 << 20
@@ -42,7 +42,7 @@ def _home(spec: str, directory: Path) -> Path:
 
 
 def _copy(dataset: Dataset, home: Path, stop: threading.Event) -> Catalogue:
-    per_extent = max(1, EXTENT_BYTES // dataset.sample_bytes)
+    per_extent = samples_per_extent(dataset.sample_bytes, EXTENT_BYTES)
     catalogue = Catalogue(
         dataset.num_samples, dataset.dtype, dataset.shape, dataset.fingerprint(), min(per_extent, dataset.num_samples)
     )
