@@ -7,7 +7,6 @@ that a view process that was killed in the middle starts over, and one that was 
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import os
 import shutil
@@ -15,13 +14,13 @@ import threading
 from pathlib import Path
 
 from tenplexrun.datasets.dataset import Dataset
-from tenplexrun.errors import ArenaFullError, DataError
+from tenplexrun.errors import DataError
 from tenplexrun.formats import open_dataset
 from tenplexrun.samples import Catalogue, Extents, extent_name, samples_per_extent
+from tenplexrun.vfs.homes import appearing, full, home_of
 
 EXTENT_BYTES = 32 << 20
 _COPY_BYTES = 4 << 20
-_PARTIAL = ".partial"
 
 
 def load(spec: str, directory: Path, stop: threading.Event) -> Extents:
@@ -29,7 +28,7 @@ def load(spec: str, directory: Path, stop: threading.Event) -> Extents:
 
     Raises DataError for a bad dataset or when `stop` is set, ArenaFullError with the bytes needed and free.
     """
-    home = _home(spec, directory)
+    home = home_of(spec, directory)
     try:
         record = json.loads((home / "catalogue.json").read_text())
     except FileNotFoundError:
@@ -37,27 +36,17 @@ def load(spec: str, directory: Path, stop: threading.Event) -> Extents:
     return Extents(Catalogue.from_json(record), str(home))
 
 
-def _home(spec: str, directory: Path) -> Path:
-    return directory / hashlib.blake2b(spec.encode(), digest_size=8).hexdigest()
-
-
 def _copy(dataset: Dataset, home: Path, stop: threading.Event) -> Catalogue:
     per_extent = samples_per_extent(dataset.sample_bytes, EXTENT_BYTES)
     catalogue = Catalogue(
         dataset.num_samples, dataset.dtype, dataset.shape, dataset.fingerprint(), min(per_extent, dataset.num_samples)
     )
-    partial = home.with_suffix(_PARTIAL)
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        _check_room(dataset, partial)
+    with appearing(home) as partial:
+        if shutil.disk_usage(partial).free < dataset.num_bytes:
+            raise full(dataset.spec, dataset.num_bytes, partial)
         for number in range(catalogue.num_extents):
             _copy_extent(dataset, catalogue, number, partial / extent_name(number), stop)
         (partial / "catalogue.json").write_text(json.dumps(catalogue.to_json()))
-        partial.rename(home)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
     return catalogue
 
 
@@ -70,7 +59,7 @@ def _copy_extent(dataset: Dataset, catalogue: Catalogue, number: int, path: Path
             os.posix_fallocate(file.fileno(), 0, end - offset)
         except OSError as error:
             if error.errno == errno.ENOSPC:
-                raise _full(dataset, path.parent) from error
+                raise full(dataset.spec, dataset.num_bytes, path.parent) from error
             raise DataError(f"cannot write {path}: {error.strerror}") from error
         while offset < end:
             if stop.is_set():
@@ -79,16 +68,3 @@ def _copy_extent(dataset: Dataset, catalogue: Catalogue, number: int, path: Path
             file.write(block)
             offset += len(block)
     path.chmod(0o400)
-
-
-def _check_room(dataset: Dataset, directory: Path) -> None:
-    if shutil.disk_usage(directory).free < dataset.num_bytes:
-        raise _full(dataset, directory)
-
-
-def _full(dataset: Dataset, directory: Path) -> ArenaFullError:
-    free = shutil.disk_usage(directory).free
-    return ArenaFullError(
-        f"dataset {dataset.spec} needs {dataset.num_bytes} bytes of shared memory, {free} are free: "
-        "free some (df -h /dev/shm), enlarge it (mount -o remount,size=...) or give a smaller dataset"
-    )

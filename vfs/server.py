@@ -24,11 +24,12 @@ from typing import Any, Protocol
 from tenplexrun import channel
 from tenplexrun.core.order import DataOrder
 from tenplexrun.errors import DataError, ProcessError, TenplexError, UsageError
-from tenplexrun.samples import Extents
-from tenplexrun.vfs import farm
-from tenplexrun.vfs.extents import load
+from tenplexrun.formats import has_one_size
+from tenplexrun.vfs import extents, farm, mixed
+from tenplexrun.vfs.nodes import Directory, Live
 from tenplexrun.vfs.state import Snapshots
-from tenplexrun.vfs.view import Directory, Live, tree, window
+from tenplexrun.vfs.view import Samples, fitting, tree
+from tenplexrun.vfs.window import window
 
 Record = dict[str, Any]
 MODES = ("auto", "fuse", "farm")
@@ -125,7 +126,7 @@ class Views:
     def __init__(self, chosen: Chosen, home: Path) -> None:
         self._chosen, self._home = chosen, home
         self._shown: dict[tuple[int, int], list[Record]] = {}  # by round and dp rank
-        self._loaded: dict[str, Extents] = {}
+        self._loaded: dict[str, Samples] = {}
         self._lock = asyncio.Lock()
         self._note = home / "views.json"
         self.stopping = threading.Event()
@@ -156,17 +157,15 @@ class Views:
         try:
             number, rank, size = (int(request[name]) for name in ("round", "dp_rank", "dp_size"))
             record, consumed = dict(request["order"]), int(request["consumed"])
-            extents = await self._load(str(record.pop("dataset")))
+            samples = await self._load(str(record.pop("dataset")))
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(f"not a request to show data: {request!r:.300} ({error!r})") from error
-        order = _complete(record, extents)
+        order = _complete(record, samples)
         request = {**request, "order": {**request["order"], **order.to_json()}}
         shown = self._shown.setdefault((number, rank), [])
         if request not in shown:
-            limit = self._chosen.limit_bytes
-            if limit is not None:
-                limit //= extents.catalogue.sample_bytes + 16  # and its id and weight
-            directory = tree(window(order, rank, size, consumed, limit), extents)
+            whole = window(order, rank, size, consumed)
+            directory = tree(fitting(whole, samples, self._chosen.limit_bytes), samples)
             self._chosen.surface.show(_group(rank), _name(number, len(shown)), directory, current=not shown)
             shown.append(request)
             self._write_note()
@@ -189,9 +188,10 @@ class Views:
         self.stopping.set()
         self._note.unlink(missing_ok=True)
 
-    async def _load(self, spec: str) -> Extents:
+    async def _load(self, spec: str) -> Samples:
         async with self._lock:
             if spec not in self._loaded:
+                load = extents.load if has_one_size(spec) else mixed.load
                 self._loaded[spec] = await asyncio.to_thread(load, spec, self._home / "extents", self.stopping)
             return self._loaded[spec]
 
@@ -209,9 +209,9 @@ def _name(round_number: int, index: int) -> str:
     return f"round-{round_number}" if index == 0 else f"round-{round_number}.{index + 1}"
 
 
-def _complete(record: Record, extents: Extents) -> DataOrder:
+def _complete(record: Record, samples: Samples) -> DataOrder:
     record = {name: value for name, value in record.items() if value is not None and value != ""}
-    of_dataset = {"num_samples": extents.catalogue.num_samples, "fingerprint": extents.catalogue.fingerprint}
+    of_dataset = {"num_samples": samples.catalogue.num_samples, "fingerprint": samples.catalogue.fingerprint}
     order = DataOrder.from_json({**of_dataset, **record})
     DataOrder.from_json({**record, **of_dataset}).check_continues(order)
     return order
