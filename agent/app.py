@@ -20,7 +20,7 @@ from tenplexrun.agent.desk import Desk
 from tenplexrun.agent.hosting import LEAVE_TIMEOUT_S, URGENT_S
 from tenplexrun.agent.links import is_gone
 from tenplexrun.agent.outage import PERSIST_S, Patience
-from tenplexrun.agent.rendezvous import Held, bury, join_run, leave_run, resume
+from tenplexrun.agent.rendezvous import Charter, Held, bury, join_run, leave_run, resume
 from tenplexrun.agent.session import NodeServices, Session
 from tenplexrun.agent.signals import Signals
 from tenplexrun.agent.state_files import FilesSession
@@ -40,15 +40,15 @@ ENDING_THE_JOB = (signal.SIGINT, signal.SIGQUIT)
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What the composition root hands over. `hosted`: nodes of the job host the coordination store. `proof`: of the
-    token."""
+    """What the composition root hands over. `hosted`: nodes of the job host the coordination store. `charter`: what
+    all nodes must have in common."""
 
     run_id: str
     member: Member
     settings: Settings
     lease_s: float
     hosted: bool
-    proof: str
+    charter: Charter
 
 
 class Agent:
@@ -106,9 +106,8 @@ class Agent:
     async def _join(self) -> None:
         """Become a member, as a new node each time."""
         launch, services, member = self._launch, self._services, self._member
-        self._folder, self._lease = await join_run(
-            self._coordination, launch.run_id, member, launch.lease_s, is_gone, self._folder, launch.proof
-        )
+        place = (launch.run_id, member, launch.lease_s, is_gone, self._folder, launch.charter, services.events.say)
+        self._folder, self._lease = await join_run(self._coordination, *place)
         self.on_joined(self._lease.key)
         self._round_seen, events = None, services.events
         events.emit("joined", folder=self._folder, link=member.link, store=member.store, workers=member.num_workers)
@@ -133,7 +132,7 @@ class Agent:
             self._folder = ""  # nothing has begun
         else:
             launch, seen = self._launch, self._round_seen
-            held = Held(launch.run_id, self._folder, seen, launch.proof)
+            held = Held(launch.run_id, self._folder, seen, launch.charter)
             found = await resume(self._coordination, held, self._member, launch.lease_s)
             if found == "ended":
                 return  # the watch of the round brings the verdict

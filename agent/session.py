@@ -89,7 +89,7 @@ class Session:
         client, report = services.checkpoints, services.links.written
         self._parts = None if client is None else PartWriter(client, round_, node, report, services.events)
         self._seal: asyncio.Task[None] | None = None
-        self._replication = Replication(node, round_, services.store, services.links, services.events)
+        self._replication = Replication(round_, services.store, services.links, services.events)
         self._views: dict[tuple[int, str], asyncio.Future[str]] = {}
         self._restored: asyncio.Task[Restored] | None = None
         self._starting: asyncio.Task[None] | None = None
@@ -215,8 +215,9 @@ class Session:
         return await asyncio.shield(self._slots)
 
     async def _open(self, layout: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-        ranks, buddy = list(self._mine.ranks), self._replication.claim
-        opened = await self._services.store.open_round(self.round.number, layout, config, ranks, buddy)
+        ranks, buddy = list(self._mine.ranks), self.round.buddy_claim(self._node)
+        owed = None if buddy is None else buddy.to_json()
+        opened = await self._services.store.open_round(self.round.number, layout, config, ranks, owed)
         self._replication.opened(opened)
         return {"slots": opened["slots"], "replicated": opened["replicated"]}
 
