@@ -14,6 +14,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tenplexrun.agent.bulletin import Bulletin
 from tenplexrun.agent.decider import Decider
 from tenplexrun.agent.desk import Desk
 from tenplexrun.agent.hosting import LEAVE_TIMEOUT_S, URGENT_S
@@ -208,8 +209,9 @@ class Agent:
 
     async def _ping(self) -> None:
         """Without its store a job trains on, but can neither change nor end together: not for ever."""
-        launch, published, verdict = self._launch, "", None
-        patience = Patience(time.monotonic(), launch.lease_s, launch.hosted, self._services.events.say)
+        launch, services, verdict = self._launch, self._services, None
+        bulletin = Bulletin(self._coordination, services.store, launch.settings.max_restarts)
+        patience = Patience(time.monotonic(), launch.lease_s, launch.hosted, services.events.say)
         while verdict is None:
             await asyncio.sleep(PING_S)
             try:
@@ -217,22 +219,12 @@ class Agent:
                 patience.answered(time.monotonic())
                 if await self._hosting.refresh() and self._lease is not None:
                     self.on_joined(self._lease.key)
-                published = await self._publish_progress(published)
+                if self._session is not None:
+                    await bulletin.publish(self._session, self._folder, self._member.node)
             except CoordinationError as error:
                 self._services.events.emit("store_away", message=str(error))
                 verdict = patience.away(time.monotonic(), self._machine.training)
         self._finish(verdict)
-
-    async def _publish_progress(self, published: str) -> str:
-        """What only rank 0's node knows of the round, for `tenplexctl status`."""
-        session = self._session
-        if session is None or session.round.nodes[0] != self._member.node:
-            return published
-        left = max(0, self._launch.settings.max_restarts - session.round.failures)
-        document = json.dumps({**session.progress(), "restarts_left": left})
-        if document != published:
-            await self._coordination.put(f"{self._folder}/progress", document)
-        return document
 
     async def _on_commit(self, round_number: int, step: int, checkpoint: str | None) -> None:
         if self._session is not None and self._session.round.number == round_number:

@@ -82,5 +82,8 @@ class StoreClient:
     async def layout(self, digest: str, peers: Sequence[str]) -> Record:
         return dict((await self._caller.request("layout", digest=digest, peers=list(peers)))["layout"])
 
+    async def metrics(self, text: str) -> None:
+        await self._caller.request("metrics", text=text)
+
     async def close(self) -> None:
         await self._caller.close()

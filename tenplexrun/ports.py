@@ -166,6 +166,9 @@ class StoreClient(Protocol):
     async def layout(self, digest: str, peers: Sequence[str]) -> Record:
         """The layout of this digest, from here or from one of the peers' stores."""
 
+    async def metrics(self, text: str) -> None:
+        """What the store serves for Prometheus besides its own numbers, from now on."""
+
 
 class CheckpointClient(Protocol):
     """The node's checkpoint process. All raise CheckpointError when something cannot be read or written, ProcessError
