@@ -12,7 +12,7 @@ import numpy as np
 
 from tenplexrun.core.layout import Layout
 from tenplexrun.core.snapshots import BuddyClaim, Claim
-from tenplexrun.store.arena import Round
+from tenplexrun.store.slots import ARRIVALS, Round
 
 MIN_BYTES = 64 << 10
 """Only tensors of at least this size are looked at."""
@@ -27,7 +27,10 @@ class ArenaWatch:
         layout = Layout.from_json(json.loads((self.folder / f"layout-{record['digest']}.json").read_text()))
         buddy = record["buddy"] and BuddyClaim.from_json(record["buddy"])
         opened = Round.of(record["round"], layout, Claim.from_json(record["claim"]), buddy)
-        self._paths = [self.folder / name for name in opened.slots]
+        self._paths, self.slots = [self.folder / name for name in opened.slots], []
+        for path in self._paths:
+            with path.open("rb") as file:
+                self.slots.append(np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint64))
         own = [(entry.fqn, entry.offset, entry.num_bytes) for entry in opened.entries]
         owed = [(one.fqn, offset, one.num_bytes) for one, offset in opened.owed]
         self.own, self.owed = self._probes(own), self._probes(owed)
@@ -40,10 +43,7 @@ class ArenaWatch:
     def written(self, probes: list[int], deadline_s: float = 60.0) -> Iterator[float]:
         """The share of `probes` that a write under way has reached: what is seen in turn, without a pause."""
         assert probes, "there is nothing to look at"
-        slots, until = [], time.monotonic() + deadline_s
-        for path in self._paths:
-            with path.open("rb") as file:
-                slots.append(np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint64))
+        slots, until = self.slots, time.monotonic() + deadline_s
         before = [slot[probes] for slot in slots]
         while time.monotonic() < until:
             for number, slot in enumerate(slots):
@@ -69,11 +69,12 @@ class ArenaWatch:
 
 
 def in_mid_move(node_dir: Path, deadline_s: float = 60.0) -> None:
-    """Return when a store has some of what it pulls, and not yet all."""
+    """Return when the store of a node that was in no round before has some of what it pulls, and not yet all."""
     until = time.monotonic() + deadline_s
     while time.monotonic() < until:
-        for path in (node_dir / "arena").glob("pull-*.bin"):
-            stat = path.stat()
-            if 0 < 512 * stat.st_blocks < stat.st_size:
-                return
+        if (node_dir / "arena" / "round.json").exists():
+            watch = ArenaWatch(node_dir)
+            while time.monotonic() < until:
+                if 0.0 < (watch.slots[ARRIVALS][watch.own] != 0).mean() < 1.0:
+                    return
     raise AssertionError(f"nothing was moved to {node_dir} for {deadline_s} s")
