@@ -248,7 +248,7 @@ class Session:
         self._sealed_step = step
         self._services.events.emit("sealed", round=self.round.number, step=step)
         if not without:  # else nobody could have a copy of all of it; the next one will do
-            self._replication.sealed(step, slot)
+            await self._replication.sealed(step, slot)
 
     async def _show(self, order: Mapping[str, Any], dp_rank: int) -> str:
         held = [holding for source in (self.round.sources or {}).values() for holding in source.holdings]
