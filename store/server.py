@@ -98,6 +98,7 @@ class Control:
             "abandon": self._abandon,
             "index": self._index,
             "layout": self._layout,
+            "metrics": self._metrics,
         }
 
     async def handle(self, _: channel.Channel, op: str, args: Record) -> Record:
@@ -111,6 +112,10 @@ class Control:
 
     async def _hello(self, _: Record) -> Record:
         return {"port": self._port, "pid": os.getpid()}
+
+    async def _metrics(self, args: Record) -> Record:
+        self._counters.agents = records.text(args["text"], "metrics")
+        return {}
 
     async def _open_round(self, args: Record) -> Record:
         layout = Layout.from_json(args["layout"])

@@ -157,6 +157,7 @@ def _form(view: View, round_: Round, settings: Settings, now: float, gathered: M
         sources=sources,
         checkpoint=found.checkpoint,
         replicas=settings.replicas,
+        way=settings.way,
     )
     formed = inputs.frozen(formed, view.members)
     return Decision(f"round {round_.number} runs at {selection.parallel} {formed.origin}", formed)
