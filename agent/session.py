@@ -156,6 +156,8 @@ class Session:
         if op == "declare":
             return await self._declare(args["layout"], args["config"], args["groups"])
         if op == "restore":
+            if self.round.checkpoint is not None and not args.get("declared", True):
+                return {"url": self.round.checkpoint.url, "step": self.round.checkpoint.step}
             return (await self._restoring()).to_json()
         if op == "sealed":
             self._on_sealed(int(args["step"]), int(args["slot"]), args.get("values"), bool(args["last"]))

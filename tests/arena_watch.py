@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import time
@@ -12,7 +13,7 @@ import numpy as np
 
 from tenplexrun.core.layout import Layout
 from tenplexrun.core.snapshots import BuddyClaim, Claim
-from tenplexrun.store.slots import ARRIVALS, Round
+from tenplexrun.store.slots import Round
 
 MIN_BYTES = 64 << 10
 """Only tensors of at least this size are looked at."""
@@ -27,10 +28,7 @@ class ArenaWatch:
         layout = Layout.from_json(json.loads((self.folder / f"layout-{record['digest']}.json").read_text()))
         buddy = record["buddy"] and BuddyClaim.from_json(record["buddy"])
         opened = Round.of(record["round"], layout, Claim.from_json(record["claim"]), buddy)
-        self._paths, self.slots = [self.folder / name for name in opened.slots], []
-        for path in self._paths:
-            with path.open("rb") as file:
-                self.slots.append(np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint64))
+        self._paths = [self.folder / name for name in opened.slots]
         own = [(entry.fqn, entry.offset, entry.num_bytes) for entry in opened.entries]
         owed = [(one.fqn, offset, one.num_bytes) for one, offset in opened.owed]
         self.own, self.owed = self._probes(own), self._probes(owed)
@@ -43,7 +41,10 @@ class ArenaWatch:
     def written(self, probes: list[int], deadline_s: float = 60.0) -> Iterator[float]:
         """The share of `probes` that a write under way has reached: what is seen in turn, without a pause."""
         assert probes, "there is nothing to look at"
-        slots, until = self.slots, time.monotonic() + deadline_s
+        slots, until = [], time.monotonic() + deadline_s
+        for path in self._paths:
+            with path.open("rb") as file:
+                slots.append(np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint64))
         before = [slot[probes] for slot in slots]
         while time.monotonic() < until:
             for number, slot in enumerate(slots):
@@ -69,12 +70,20 @@ class ArenaWatch:
 
 
 def in_mid_move(node_dir: Path, deadline_s: float = 60.0) -> None:
-    """Return when the store of a node that was in no round before has some of what it pulls, and not yet all."""
-    until = time.monotonic() + deadline_s
+    """Return while a store pulls what a round starts with, into the second slot, before there is a first one."""
+    arena, until = node_dir / "arena", time.monotonic() + deadline_s
     while time.monotonic() < until:
-        if (node_dir / "arena" / "round.json").exists():
-            watch = ArenaWatch(node_dir)
-            while time.monotonic() < until:
-                if 0.0 < (watch.slots[ARRIVALS][watch.own] != 0).mean() < 1.0:
-                    return
+        for path in arena.glob("slot-*-1.bin"):
+            first = path.with_name(path.name.replace("-1.bin", "-0.bin"))
+            if path.stat().st_blocks and not first.exists() and not _listed(arena, path.name):
+                return
     raise AssertionError(f"nothing was moved to {node_dir} for {deadline_s} s")
+
+
+def _listed(arena: Path, file: str) -> bool:
+    """Whether a snapshot has pieces in it."""
+    for index in arena.glob("snapshot-*.json"):
+        with contextlib.suppress(FileNotFoundError):
+            if file in index.read_text():
+                return True
+    return False
