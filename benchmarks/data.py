@@ -10,7 +10,7 @@
     the next round's view of 10,000 whole files is there            0.05 s
     remote, 5 ms a request: 10 × read-ahead's rate / the loader's   1
 
-Measured through a view's process as the agent runs it, mounted if FUSE is to be had. loader: batches of 512 random
+Measured through a view's process as the agent runs it, mounted if FUSE is to be had. loader: batches of 1,024 random
 samples from extents, order, weights and commit included. numpy: `array[ids]`, the array in the process's own memory and
 the ids made before. The file system: one `pread` a row. Packed and whole files: by 1 MiB into a buffer that is kept.
 torchdata's StatefulDataLoader over the same array, and MosaicML's StreamingDataset over a local copy, shuffled, one
@@ -43,7 +43,7 @@ from views import View, server, view
 from tenplexrun.core.order import DataOrder
 from tenplexrun.worker.data import Loader, open_loader
 
-SAMPLE_BYTES, BATCH, CHUNK = 4096, 512, 1 << 20
+SAMPLE_BYTES, BATCH, CHUNK = 4096, 1024, 1 << 20
 REMOTE_ROWS, READ_AHEAD_ROWS, LATENCY_S = 16_384, 100, 0.005
 FILES, LARGE, MIDDLE = 10_000, 4 * states.MIB, 110 * 1024
 PEERS = ROOT / "build" / "peers" / "bin" / "python"
