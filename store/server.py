@@ -21,7 +21,7 @@ import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tenplexrun import channel
@@ -35,6 +35,7 @@ from tenplexrun.store.arena import Arena
 from tenplexrun.store.peers import PeerServer
 from tenplexrun.store.pulls import Order, PullJob
 from tenplexrun.store.replication import ReplicaJob
+from tenplexrun.store.shelf import RowsJob, Shelf
 from tenplexrun.store.transfer import Peers
 from tenplexrun.store.web import Counters
 from tenplexrun.tls import Tls
@@ -43,6 +44,8 @@ log = logging.getLogger(__name__)
 
 PATIENCE = 2
 """Sources that went away are asked again for so many times the longest wait for any progress."""
+DATA_TIMEOUT_S = 5.0
+"""As `timeout_s`, for samples of datasets."""
 ABANDON_S = 2.0
 """The longest wait for a pull that was cancelled: one that is just connecting sees it late."""
 
@@ -98,6 +101,7 @@ class Control:
             "abandon": self._abandon,
             "index": self._index,
             "layout": self._layout,
+            "fetch": self._fetch,
         }
 
     async def handle(self, _: channel.Channel, op: str, args: Record) -> Record:
@@ -162,6 +166,13 @@ class Control:
         finally:
             job.cancel()  # matters where this task was cancelled: the agent has gone
 
+    async def _fetch(self, args: Record) -> Record:
+        """Samples for the view: never waits long, since they are to be had elsewhere, too."""
+        peers = replace(self._peers, timeout_s=min(self._peers.timeout_s, DATA_TIMEOUT_S))
+        done = await asyncio.to_thread(RowsJob(peers, args).run)
+        self._counters.received(done["num_bytes"])
+        return done
+
     def _ended(self, job: PullJob) -> None:
         running = self._pulls.pop(job)
         if not running.cancelled():
@@ -209,7 +220,8 @@ async def serve(config: Config) -> None:
     arena = Arena.open(config.folder, config.limit_bytes)
     counters = Counters()
     server_tls, client_tls = (config.tls.server(), config.tls.client()) if config.tls else (None, None)
-    peer_server = PeerServer(arena, config.token.encode(), config.timeout_s, counters, server_tls)
+    shelf = Shelf(config.folder.parent / "extents")
+    peer_server = PeerServer(arena, config.token.encode(), config.timeout_s, counters, server_tls, shelf)
     # Killed and started again, it must be where its peers know it to be.
     remembered = config.folder / "port"
     port = peer_server.start(config.host, int(remembered.read_text()) if remembered.exists() else 0)
