@@ -83,13 +83,14 @@ def _open(home: Path, catalogue: Catalogue, name: str) -> tuple[list[Piece], Map
 def _prove(home: Path, catalogue: Catalogue, piece: Piece, region: Region, file: MappedFile) -> None:
     """The blocks that `region` lies in against their checksums. Raises StoreError; then the extent is gone."""
     inside = region.relative_to(piece.region)  # raises LayoutError where it does not
-    number, size, block = int(piece.fqn[7:-4]), catalogue.sample_bytes, catalogue.block_bytes
-    first, last = inside.offsets[0] * size // block, -(-(inside.offsets[0] + inside.lengths[0]) * size // block)
+    number, per_block = int(piece.fqn[7:-4]), catalogue.samples_per_block
+    first, last = inside.offsets[0] // per_block, -(-inside.stops[0] // per_block)
+    size = per_block * catalogue.sample_bytes
     try:
         sums = np.fromfile(home / sums_name(number), np.uint64)[first:last]
     except OSError as error:
         raise StoreError(f"extent {number} is not on this node") from error
-    if not np.array_equal(block_sums(file.view[first * block : last * block], block), sums):
+    if not np.array_equal(block_sums(file.view[first * size : last * size], catalogue), sums):
         for name in (extent_name(number), sums_name(number)):
             with contextlib.suppress(FileNotFoundError):
                 (home / name).unlink()

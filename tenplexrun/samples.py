@@ -2,15 +2,18 @@
 
 The view writes both; the view, the store (for other nodes) and the loaders of training scripts read them.
 
-    extent-00012.bin    the samples of one extent, end to end; extent-00012.xxh3: checksums (u64) of its blocks
-    ahead-….rows        how many rows (i64), their sample ids ascending (i64 each), the rows
+    extent-00012.bin    the samples of one extent, end to end
+    extent-00012.xxh3   checksums (xxh3_64, u64) of its blocks
+    ahead-7.rows        number of rows (i64), their sample ids ascending (i64 each), the rows
 """
 
 from __future__ import annotations
 
 import math
+import mmap
 import os
-from collections.abc import Callable, Container, Iterable, Mapping
+import threading
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -19,9 +22,9 @@ import numpy.typing as npt
 import xxhash
 
 from tenplexrun.errors import DataError
+from tenplexrun.mapping import EndToEnd
 
 BLOCK_BYTES = 64 << 10
-MIN_EXTENT_BYTES, MAX_EXTENT_BYTES, EXTENTS = 256 << 10, 32 << 20, 64
 Ids = npt.NDArray[np.int64]
 FindRows = Callable[[Ids, "int | None"], "list[str]"]
 """Of sample ids, for the step that begins at a position: the files that have their rows. Waits for them."""
@@ -59,9 +62,9 @@ class Catalogue:
         return self.samples_per_extent * self.sample_bytes
 
     @property
-    def block_bytes(self) -> int:
-        """Of each block of an extent that has a checksum of its own, but the last: whole samples."""
-        return max(1, BLOCK_BYTES // self.sample_bytes) * self.sample_bytes
+    def samples_per_block(self) -> int:
+        """Each block of an extent has a checksum; the last one may be shorter."""
+        return min(max(1, BLOCK_BYTES // self.sample_bytes), self.samples_per_extent)
 
     def samples_in(self, extent: int) -> int:
         return min(self.samples_per_extent, self.num_samples - extent * self.samples_per_extent)
@@ -82,12 +85,6 @@ class Catalogue:
         return cls(**{**record, "shape": tuple(record["shape"])})
 
 
-def samples_per_extent(num_samples: int, sample_bytes: int) -> int:
-    """So that there are some dozens of extents to share, of a size that is good to move."""
-    wanted = min(max(num_samples * sample_bytes // EXTENTS, MIN_EXTENT_BYTES), MAX_EXTENT_BYTES)
-    return min(max(1, wanted // sample_bytes), num_samples)
-
-
 def extent_name(number: int) -> str:
     return f"extent-{number:05d}.bin"
 
@@ -96,83 +93,148 @@ def sums_name(number: int) -> str:
     return f"extent-{number:05d}.xxh3"
 
 
-def block_sums(data: memoryview, block_bytes: int) -> npt.NDArray[np.uint64]:
-    """Checksums (xxh3_64) of the blocks of an extent, or of a run of them."""
-    starts = range(0, len(data), block_bytes)
-    return np.array([xxhash.xxh3_64_intdigest(data[start : start + block_bytes]) for start in starts], np.uint64)
+def block_sums(data: memoryview, catalogue: Catalogue) -> npt.NDArray[np.uint64]:
+    """Checksums of the blocks of an extent, or of some whole ones of it."""
+    size = catalogue.samples_per_block * catalogue.sample_bytes
+    starts = range(0, len(data), size)
+    return np.array([xxhash.xxh3_64_intdigest(data[start : start + size]) for start in starts], np.uint64)
+
+
+def samples_per_extent(sample_bytes: int, extent_bytes: int) -> int:
+    """How many samples fit into an extent; if it can be, so many that extents end where pages do, see `Extents`."""
+    fitting = max(1, extent_bytes // sample_bytes)
+    unit = mmap.PAGESIZE // math.gcd(mmap.PAGESIZE, sample_bytes)
+    return fitting // unit * unit or fitting
 
 
 class Extents:
-    """Reads samples: those of the extents in `here` from their files in `directory`, which are mapped when first
-    needed, others from files that `find` names; without it every extent is here.
+    """Reads samples: those of the extents in `here` from the files in `directory`, others from files that `find` names.
+
+    Extents are mapped when first needed: end to end, for numpy to gather from all of them at once; where they do not
+    end at pages (odd sizes of many KB), one by one, and rows are copied one by one. A block is held against its
+    checksum before the first of its samples is read; with `find`, one that fails counts as not here.
     """
 
     def __init__(
-        self, catalogue: Catalogue, directory: str, here: Container[int] | None = None, find: FindRows | None = None
+        self, catalogue: Catalogue, directory: str, here: Collection[int] | None = None, find: FindRows | None = None
     ) -> None:
         self.catalogue = catalogue
         self.directory = directory
-        self._here = range(catalogue.num_extents) if here is None else here
         self._find = find
+        self._extent_bytes = catalogue.extent_bytes
+        aligned = self._extent_bytes % mmap.PAGESIZE == 0 or catalogue.num_extents == 1
+        self._memory = EndToEnd(catalogue.num_extents * self._extent_bytes) if aligned else None
+        self._here = np.ones(catalogue.num_extents, dtype=bool)
+        if here is not None:
+            self._here[:] = False
+            self._here[np.fromiter(here, np.int64)] = True
+        self._mapped = np.zeros(catalogue.num_extents, dtype=bool)
+        self._blocks = -(-catalogue.samples_per_extent // catalogue.samples_per_block)
+        self._proved = np.zeros(catalogue.num_extents * self._blocks, dtype=bool)
         self._maps: dict[int, memoryview] = {}
+        self._sums: dict[int, npt.NDArray[np.uint64]] = {}
+        self._lock = threading.Lock()  # what is read must stay mapped
 
     @property
     def all_here(self) -> bool:
-        return self._find is None
+        return bool(self._here.all())
 
     def gather(self, ids: Ids, begin: int | None = None) -> npt.NDArray[Any]:
         """The samples `ids` [n] as a new array [n, *shape]. `begin`: where the step that reads them begins in the order.
 
-        Raises DataError when an extent is missing, or rows that are not here cannot be had.
+        Raises DataError when an extent is missing or damaged, and its rows cannot be had elsewhere.
         """
+        with self._lock:
+            numbers = ids // self.catalogue.samples_per_extent
+            for number in np.unique(numbers[~self._mapped[numbers] & self._here[numbers]]).tolist():
+                self._map(number)
+            records = ids - numbers * self.catalogue.samples_per_extent
+            blocks = numbers * self._blocks + records // self.catalogue.samples_per_block
+            for block in np.unique(blocks[~self._proved[blocks] & self._mapped[numbers]]).tolist():
+                self._prove(block)
+            there = self._proved[blocks]
+            if there.all():
+                return self._take(numbers, ids)
+            some = self._take(numbers[there], ids[there])
+        rows = np.empty((len(ids), *self.catalogue.shape), self.catalogue.dtype)
+        rows[there] = some
+        rows[~there] = self._fetched(ids[~there], begin)
+        return rows
+
+    def forget(self, number: int) -> None:
+        """Its file is gone: let its memory go, too."""
+        with self._lock:
+            if self._mapped[number]:
+                self._unmap(number)
+
+    def _take(self, numbers: Ids, ids: Ids) -> npt.NDArray[Any]:
+        if self._memory is None:
+            return self._take_each(numbers, ids)
+        data = self._memory.data[: self.catalogue.num_bytes]
+        return data.view(self.catalogue.dtype).reshape(-1, *self.catalogue.shape).take(ids, axis=0)
+
+    def _take_each(self, numbers: Ids, ids: Ids) -> npt.NDArray[Any]:
         catalogue, size = self.catalogue, self.catalogue.sample_bytes
         rows = np.empty((len(ids), size), dtype=np.uint8)
         data = rows.reshape(-1).data
-        numbers, records = np.divmod(ids, catalogue.samples_per_extent)
-        absent = []
-        # row by row: one copy, whose cost does not grow with the number of extents as that of numpy's indexing does
-        places = zip(numbers.tolist(), (records * size).tolist(), strict=True)
+        offsets = (ids - numbers * catalogue.samples_per_extent) * size
+        places = zip(numbers.tolist(), offsets.tolist(), strict=True)
         for start, (number, offset) in zip(range(0, len(data), size), places, strict=True):
-            extent = self._maps.get(number) or self._map(number)
-            if extent is None:
-                absent.append(start // size)
-            else:
-                data[start : start + size] = extent[offset : offset + size]
-        if absent:
-            rows[absent] = self._fetched(ids[absent], begin)
+            data[start : start + size] = self._maps[number][offset : offset + size]
         return rows.view(catalogue.dtype).reshape(len(ids), *catalogue.shape)
 
-    def forget(self, number: int) -> None:
-        self._maps.pop(number, None)
-
-    def _fetched(self, ids: Ids, begin: int | None) -> npt.NDArray[np.uint8]:
-        assert self._find is not None
-        for attempt in range(_ATTEMPTS):
-            try:
-                return rows_of(ids, self._find(ids, begin), self.catalogue.sample_bytes)
-            except FileNotFoundError:  # dropped since, or with the process that told: ask again
-                if attempt == _ATTEMPTS - 1:
-                    raise DataError(f"rows that were fetched ahead into {self.directory} vanish again and again") from None
-        raise AssertionError
-
-    def _map(self, number: int) -> memoryview | None:
-        if number not in self._here:
-            return None
-        num_bytes = self.catalogue.samples_in(number) * self.catalogue.sample_bytes
+    def _map(self, number: int) -> None:
+        num_bytes = self.catalogue.bytes_of([number])
         path = os.path.join(self.directory, extent_name(number))
         try:
-            self._maps[number] = np.memmap(path, dtype=np.uint8, mode="r", shape=(num_bytes,)).data
-        except FileNotFoundError as error:
-            if self._find is not None:
-                return None  # still being loaded
-            raise DataError(f"cannot map {path}: {error}; the dataset view has lost it") from error
+            if self._memory is not None:
+                self._memory.put(path, number * self._extent_bytes, num_bytes)
+            else:
+                self._maps[number] = np.memmap(path, dtype=np.uint8, mode="r", shape=(num_bytes,)).data
+            self._sums[number] = np.fromfile(os.path.join(self.directory, sums_name(number)), np.uint64)
         except (OSError, ValueError) as error:
-            raise DataError(f"cannot map {path}: {error}; the dataset view has lost it") from error
-        return self._maps[number]
+            if self._find is None:
+                raise DataError(f"cannot map {path}: {error}; the dataset view has lost it") from error
+            return  # still being loaded, or loaded anew
+        self._mapped[number] = True
+
+    def _unmap(self, number: int) -> None:
+        self._mapped[number] = False
+        self._proved[number * self._blocks : (number + 1) * self._blocks] = False
+        self._maps.pop(number, None)
+        if self._memory is not None:
+            self._memory.clear(number * self._extent_bytes, self._extent_bytes)
+
+    def _prove(self, block: int) -> None:
+        number, place = divmod(block, self._blocks)
+        if not self._mapped[number]:
+            return  # another block of it was damaged
+        size = self.catalogue.samples_per_block * self.catalogue.sample_bytes
+        start, stop = place * size, min((place + 1) * size, self.catalogue.bytes_of([number]))
+        if self._memory is not None:
+            data = self._memory.data[number * self._extent_bytes :][start:stop].data
+        else:
+            data = self._maps[number][start:stop]
+        if np.array_equal(self._sums[number][place : place + 1], block_sums(data, self.catalogue)):
+            self._proved[block] = True
+        elif self._find is None:
+            raise DataError(f"extent {number} in {self.directory} is damaged; start the job again")
+        else:
+            self._unmap(number)  # the view loads it anew
+
+    def _fetched(self, ids: Ids, begin: int | None) -> npt.NDArray[Any]:
+        assert self._find is not None
+        for _ in range(_ATTEMPTS):
+            try:
+                rows = rows_of(ids, self._find(ids, begin), self.catalogue.sample_bytes)
+            except FileNotFoundError:  # dropped since, or with the process that told: ask again
+                continue
+            return rows.view(self.catalogue.dtype).reshape(len(ids), *self.catalogue.shape)
+        raise DataError(f"rows that were fetched ahead into {self.directory} vanish again and again")
 
 
-def rows_bytes(num_rows: int, sample_bytes: int) -> tuple[int, int]:
-    """Of a file of rows: where they begin, and its size."""
+def rows_places(num_rows: int, sample_bytes: int) -> tuple[int, int]:
+    """In a file of rows: where they begin, and where they end."""
     start = 8 * (1 + num_rows)
     return start, start + num_rows * sample_bytes
 
@@ -181,14 +243,14 @@ def read_rows(path: str, sample_bytes: int) -> tuple[Ids, npt.NDArray[np.uint8]]
     """Sample ids [n] of a file of rows, ascending, and the rows [n, sample_bytes], mapped. Raises FileNotFoundError."""
     data = np.memmap(path, dtype=np.uint8, mode="r")
     count = int(data[:8].view(np.int64)[0])
-    start, stop = rows_bytes(count, sample_bytes)
+    start, stop = rows_places(count, sample_bytes)
     return data[8:start].view(np.int64), data[start:stop].reshape(count, sample_bytes)
 
 
-def found_in(ids: Ids, sorted_ids: Ids) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.intp]]:
-    """Which of `ids` are among `sorted_ids`, and where those would be."""
-    at = np.minimum(np.searchsorted(sorted_ids, ids), len(sorted_ids) - 1)
-    return sorted_ids[at] == ids, at
+def found_in(ids: Ids, among: Ids) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.intp]]:
+    """Which of `ids` are `among` ascending ones, and where those would be."""
+    at = np.minimum(np.searchsorted(among, ids), len(among) - 1)
+    return among[at] == ids, at
 
 
 def rows_of(ids: Ids, paths: Iterable[str], sample_bytes: int) -> npt.NDArray[np.uint8]:
@@ -196,8 +258,8 @@ def rows_of(ids: Ids, paths: Iterable[str], sample_bytes: int) -> npt.NDArray[np
     rows = np.empty((len(ids), sample_bytes), dtype=np.uint8)
     left = np.ones(len(ids), dtype=bool)
     for path in paths:
-        there, data = read_rows(path, sample_bytes)
-        found, at = found_in(ids, there)
+        among, data = read_rows(path, sample_bytes)
+        found, at = found_in(ids, among)
         found &= left
         rows[found] = data[at[found]]
         left &= ~found

@@ -26,16 +26,21 @@ from tenplexrun.datasets.dataset import Dataset
 from tenplexrun.errors import ArenaFullError, DataError
 from tenplexrun.samples import Catalogue, block_sums, extent_name, samples_per_extent, sums_name
 from tenplexrun.vfs.neighbours import Neighbours, Run
+from tenplexrun.vfs.remote import Remote
 
 Tell = Callable[..., None]
+EXTENT_BYTES, LEAST_EXTENT_BYTES, EXTENTS = 32 << 20, 256 << 10, 64
 _COPY_BYTES = 4 << 20
 _LOOK_S = 1.0
 _PARTIAL = ".partial"
 
 
 def catalogue_of(dataset: Dataset) -> Catalogue:
-    """Raises DataError for samples of different sizes."""
-    per_extent = samples_per_extent(dataset.num_samples, dataset.sample_bytes)
+    """With some dozens of extents to share, of a size that is good to move. Raises DataError for samples of different
+    sizes."""
+    size = dataset.sample_bytes
+    wanted = min(max(dataset.num_bytes // EXTENTS, LEAST_EXTENT_BYTES), EXTENT_BYTES)
+    per_extent = min(samples_per_extent(size, wanted), dataset.num_samples)
     return Catalogue(dataset.num_samples, dataset.dtype, dataset.shape, dataset.fingerprint(), per_extent)
 
 
@@ -58,14 +63,14 @@ class Keeper:
 
     def __init__(
         self,
-        dataset: Dataset,
+        remote: Remote,
         catalogue: Catalogue,
         home: Path,
         neighbours: Neighbours,
         tell: Tell,
         dropped: Callable[[int], None],
     ) -> None:
-        self._dataset, self.catalogue, self.home = dataset, catalogue, home
+        self._remote, self.catalogue, self.home = remote, catalogue, home
         self._neighbours, self._tell, self._dropped = neighbours, tell, dropped
         self.plan: Plan | None = None
         self._settled = threading.Event()
@@ -79,7 +84,7 @@ class Keeper:
         """From now on. Raises ArenaFullError where shared memory is too small for it."""
         missing = self.catalogue.bytes_of(plan.wanted - present(self.home))
         if shutil.disk_usage(self.home).free < missing:
-            raise _full(self._dataset, missing, self.home)
+            raise _full(self._remote.spec, missing, self.home)
         self._settled.clear()
         self.plan = plan
         self._wake.set()
@@ -96,7 +101,7 @@ class Keeper:
             with contextlib.suppress(OSError, ValueError):
                 if not self._intact(number):
                     self._drop(number)
-                    self._tell("failed", message=f"extent {number} of {self._dataset.spec} is damaged, fetched anew")
+                    self._tell("failed", message=f"extent {number} of {self._remote.spec} is damaged, fetched anew")
         self._wake.set()
 
     def stop(self) -> None:
@@ -146,13 +151,13 @@ class Keeper:
             except OSError as error:
                 partial.unlink()
                 if error.errno == errno.ENOSPC:
-                    raise _full(self._dataset, num_bytes, self.home) from error
+                    raise _full(self._remote.spec, num_bytes, self.home) from error
                 raise DataError(f"cannot write {partial}: {error.strerror}") from error
             run = Run(number, 0, self.catalogue.samples_in(number), plan.sources(number))
             from_peers = not self._neighbours.fetch(str(partial), 0, self.catalogue.sample_bytes, [run])
             if not from_peers:
                 self._read(number, file.fileno())
-            sums = block_sums(np.memmap(file, dtype=np.uint8, mode="r").data, self.catalogue.block_bytes)
+            sums = block_sums(np.memmap(file, dtype=np.uint8, mode="r").data, self.catalogue)
         self._moved["peers" if from_peers else "files"] += num_bytes
         (self.home / (sums_name(number) + _PARTIAL)).write_bytes(sums.tobytes())
         (self.home / (sums_name(number) + _PARTIAL)).rename(self.home / sums_name(number))
@@ -165,8 +170,8 @@ class Keeper:
         end = begin + self.catalogue.bytes_of([number])
         while offset < end:
             if self._stopping:
-                raise DataError(f"dataset {self._dataset.spec}: the view was told to stop while it copied the samples")
-            block = self._dataset.read(offset, min(_COPY_BYTES, end - offset))
+                raise DataError(f"dataset {self._remote.spec}: the view was told to stop while it copied the samples")
+            block = self._remote.read(offset, min(_COPY_BYTES, end - offset))
             os.pwrite(fd, block, offset - begin)
             offset += len(block)
 
@@ -189,13 +194,13 @@ class Keeper:
     def _intact(self, number: int) -> bool:
         sums = np.fromfile(self.home / sums_name(number), np.uint64)
         data = np.memmap(self.home / extent_name(number), dtype=np.uint8, mode="r").data
-        return np.array_equal(block_sums(data, self.catalogue.block_bytes), sums)
+        return np.array_equal(block_sums(data, self.catalogue), sums)
 
     def _report(self, plan: Plan) -> None:
         catalogue, placement = self.catalogue, plan.placement
         moved, self._moved = self._moved, {"peers": 0, "files": 0}
         record: dict[str, Any] = {
-            "dataset": self._dataset.spec,
+            "dataset": self._remote.spec,
             "owned": len(plan.mine),
             "extents": catalogue.num_extents,
             "unowned": catalogue.num_extents - len(plan.owner),
@@ -210,9 +215,9 @@ class Keeper:
         self._tell("extents", **record)
 
 
-def _full(dataset: Dataset, num_bytes: int, directory: Path) -> ArenaFullError:
+def _full(spec: str, num_bytes: int, directory: Path) -> ArenaFullError:
     free = shutil.disk_usage(directory).free
     return ArenaFullError(
-        f"dataset {dataset.spec} needs {num_bytes} bytes of shared memory, {free} are free: free some (df -h "
+        f"dataset {spec} needs {num_bytes} bytes of shared memory, {free} are free: free some (df -h "
         "/dev/shm), enlarge it (mount -o remount,size=...) or give a smaller --data-memory"
     )

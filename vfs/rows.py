@@ -7,15 +7,12 @@ those that are not there yet. What an older layout has fetched stays as long as 
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import dataclasses
 import itertools
 import os
 import threading
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,13 +22,12 @@ import numpy.typing as npt
 from tenplexrun.core.ahead import Ahead, Chunk
 from tenplexrun.core.extents import Plan
 from tenplexrun.core.order import DataOrder, Ids
-from tenplexrun.datasets.dataset import Dataset
 from tenplexrun.errors import DataError
-from tenplexrun.samples import Catalogue, found_in, rows_bytes
+from tenplexrun.samples import Catalogue, found_in, rows_places
 from tenplexrun.vfs.extents import Keeper, Tell, present
 from tenplexrun.vfs.neighbours import Neighbours, Run
+from tenplexrun.vfs.remote import Remote
 
-REMOTE_THREADS = 16
 PATIENCE_S = 60.0
 """A reader waits so long for rows that cannot be fetched, asked for again and again, before it gets an error."""
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.2, 5.0
@@ -50,21 +46,19 @@ class Batch:
 
 
 class Source:
-    """Fetches rows of one dataset into files of `folder`."""
+    """Fetches rows of one dataset into files beside its extents."""
 
-    def __init__(self, dataset: Dataset, keeper: Keeper, neighbours: Neighbours) -> None:
-        self._dataset, self._keeper, self._neighbours = dataset, keeper, neighbours
+    def __init__(self, remote: Remote, keeper: Keeper, neighbours: Neighbours) -> None:
+        self._remote, self._keeper, self._neighbours = remote, keeper, neighbours
         self.catalogue: Catalogue = keeper.catalogue
         self._numbers = itertools.count()
-        self._local = threading.local()
-        self._pool = ThreadPoolExecutor(REMOTE_THREADS, "remote")
-        for left in keeper.home.glob(f"ahead-*{_SUFFIX}*"):
+        for left in keeper.home.glob("ahead-*"):
             left.unlink()
 
     def fetch(self, ids: Ids, order: str, first: int, stop: int) -> Batch:
         """The rows of `ids`, ascending, each once. Raises DataError, OSError when some cannot be had now."""
         size, path = self.catalogue.sample_bytes, self._keeper.home / f"ahead-{next(self._numbers)}{_SUFFIX}"
-        start, end = rows_bytes(len(ids), size)
+        start, end = rows_places(len(ids), size)
         partial = path.with_suffix(".partial")
         try:
             with open(partial, "wb") as file:
@@ -96,25 +90,9 @@ class Source:
         return found
 
     def _read(self, ids: Ids, rows: npt.NDArray[np.int64], fd: int, start: int) -> None:
-        """From the dataset's own files: many at once, since remote ones answer late."""
         size = self.catalogue.sample_bytes
-
-        def read(part: npt.NDArray[np.int64]) -> None:
-            data = self._own().gather(ids[part]).reshape(len(part), -1).view(np.uint8)
-            for row, values in zip(part.tolist(), data, strict=True):
-                os.pwrite(fd, values.data, start + row * size)
-
-        list(self._pool.map(read, np.array_split(rows, min(REMOTE_THREADS, len(rows)))))
-
-    def _own(self) -> Dataset:
-        """The dataset with open files of this thread's own."""
-        if not hasattr(self._local, "dataset"):
-            pieces = copy.copy(self._dataset.pieces)
-            self._local.dataset = dataclasses.replace(self._dataset, pieces=pieces)
-        return self._local.dataset  # type: ignore[no-any-return]
-
-    def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for row, values in zip(rows.tolist(), self._remote.gather(ids[rows]), strict=True):
+            os.pwrite(fd, values.data, start + row * size)
 
 
 class Rows:
@@ -178,7 +156,6 @@ class Rows:
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
-        self._source.close()
 
     # --- inside: with the lock held -------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ Ids = npt.NDArray[np.int64]
 Weights = npt.NDArray[np.float64]
 
 TAILS = ("short", "wrap", "drop")
+_ROWS_AT_ONCE = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +142,20 @@ class DataOrder:
         """As `positions`, with the sample ids at them in their place."""
         positions, weights, num_micro_batches = self.positions(consumed, rank, size)
         return self.sample_at(positions), weights, num_micro_batches
+
+    def shares(self, consumed: int, rank: int, size: int) -> dict[int, tuple[Ids, Weights, int]]:
+        """`share` of the step after `consumed` and of as many more of its epoch as make some thousand rows, by
+        `consumed` before each: to permute few positions takes nearly as long as to permute thousands."""
+        found: dict[int, tuple[Ids, Weights, int]] = {}
+        rows, epoch = 0, self.epoch_of(self.step(consumed).start)
+        while not found or (rows < _ROWS_AT_ONCE and self.epoch_of(self.step(consumed).start) == epoch):
+            found[consumed] = self.positions(consumed, rank, size)
+            rows += len(found[consumed][0])
+            consumed = self.step(consumed).stop
+        ids = self.sample_at(np.concatenate([positions for positions, _, _ in found.values()]))
+        for begin, (positions, weights, num_micro_batches) in found.items():
+            found[begin], ids = (ids[: len(positions)], weights, num_micro_batches), ids[len(positions) :]
+        return found
 
     def sample_at(self, positions: npt.ArrayLike) -> Ids:
         """Sample ids in [0, num_samples) at `positions` (any shape, each at least 0, of any epochs)."""

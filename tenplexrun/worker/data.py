@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from tenplexrun.core.order import DataOrder
+from tenplexrun.core.order import DataOrder, Ids, Weights
 from tenplexrun.core.shuffle import FEISTEL
 from tenplexrun.datasets.dataset import Dataset
 from tenplexrun.errors import DataError
@@ -89,6 +89,7 @@ class Loader:
         self.order, self.dp_rank, self.dp_size = order, dp_rank, dp_size
         self._source = source
         self._ahead: deque[int] = deque()
+        self._shares: dict[int, tuple[Ids, Weights, int]] = {}
         order.positions(consumed, dp_rank, dp_size)
         self.begin(consumed)
 
@@ -100,7 +101,9 @@ class Loader:
     def next_batch(self) -> Batch:
         """The batch after the last one taken. Raises DataError when its samples cannot be read."""
         begin = self._ahead[-1] if self._ahead else self._consumed
-        ids, weights, num_micro_batches = self.order.share(begin, self.dp_rank, self.dp_size)
+        if begin not in self._shares:
+            self._shares = self.order.shares(begin, self.dp_rank, self.dp_size)
+        ids, weights, num_micro_batches = self._shares[begin]
         rows = self._source.take(ids)
         self._ahead.append(self.order.step(begin).stop)
         return Batch(ids, rows, weights, num_micro_batches, self.order.micro_batch, self._ahead[-1])

@@ -51,6 +51,18 @@ def test_any_resize_sequence_equals_one_rank(order: DataOrder, changes: list[tup
         consumed = step.stop
 
 
+@quiet
+@given(orders, st.integers(0, 1000), st.integers(1, 9))
+def test_shares_of_many_steps_are_those_of_each(order: DataOrder, consumed: int, dp: int) -> None:
+    shares = order.shares(consumed, dp - 1, dp)
+    for begin, share in shares.items():
+        assert begin == consumed
+        for found, wanted in zip(share, order.share(begin, dp - 1, dp), strict=True):
+            np.testing.assert_array_equal(found, wanted)
+        consumed = order.step(begin).stop
+    assert sum(len(ids) for ids, _, _ in shares.values()) < 8192 + order.global_batch + order.micro_batch
+
+
 @settings(deadline=None, max_examples=10)
 @given(orders, st.lists(st.integers(1, 64), min_size=1, max_size=3))
 def test_short_reads_every_sample_exactly_once_an_epoch(order: DataOrder, degrees: list[int]) -> None:

@@ -140,12 +140,33 @@ def test_extents_hold_the_same_samples(tmp_path: Path, monkeypatch: pytest.Monke
     assert again.catalogue == found.catalogue
 
 
+@pytest.mark.parametrize("shape", [(4,), (1024,), (129,), (3000,)])
+def test_samples_of_any_size_are_gathered_from_many_extents(
+    shape: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Extents end at pages where samples of the size allow that, and the other way at others."""
+    monkeypatch.setattr(extents_module, "EXTENT_BYTES", 600_000)
+    array = np.random.default_rng(0).integers(0, 256, size=(1_400_000 // shape[0], *shape), dtype=np.uint8)
+    np.save(tmp_path / "x.npy", array)
+    found = load(f"npy:{tmp_path}/x.npy", tmp_path / "extents", threading.Event())
+    assert found.catalogue.num_extents == 3
+    aligned = found.catalogue.samples_per_extent * shape[0] % 4096 == 0
+    assert aligned == (shape != (3000,))
+    for count in (0, 1, 500):
+        ids = np.random.default_rng(count).integers(0, len(array), size=count)
+        np.testing.assert_array_equal(found.gather(ids), array[ids])
+
+
 def test_a_lost_extent_is_an_error(tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", np.arange(5))
     found = load(f"npy:{tmp_path}/x.npy", tmp_path / "extents", threading.Event())
     next(Path(found.directory).glob("extent-*.bin")).unlink()
     with pytest.raises(DataError, match="cannot map"):
         found.gather(np.array([1]))
+    next_one = load(f"npy:{tmp_path}/x.npy", tmp_path / "extents", threading.Event())
+    (Path(found.directory) / "extent-00000.bin").write_bytes(b"short")
+    with pytest.raises(DataError, match="has not the 40 bytes"):
+        next_one.gather(np.array([1]))
 
 
 def test_too_little_memory_and_stopping_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

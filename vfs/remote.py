@@ -1,0 +1,77 @@
+"""A dataset's own files, local or remote: where samples come from that no node has."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from tenplexrun.core.order import Ids
+from tenplexrun.datasets.dataset import Dataset
+from tenplexrun.errors import DataError
+from tenplexrun.formats import open_dataset
+
+THREADS = 16
+PAUSES_S = (0.1, 0.5, 2.0)
+"""Before what could not be read is read again."""
+T = TypeVar("T")
+
+
+class Remote:
+    """Reads dataset `spec`, opened when first needed. May be used by several threads, each with files of its own."""
+
+    def __init__(self, spec: str) -> None:
+        self.spec = spec
+        self._local = threading.local()
+        self._opened: Dataset | None = None
+        self._opening = threading.Lock()
+        self._pool = ThreadPoolExecutor(THREADS, "remote")
+        self._stopping = threading.Event()
+
+    @property
+    def dataset(self) -> Dataset:
+        """Raises DataError."""
+        with self._opening:
+            if self._opened is None:
+                self._opened = open_dataset(self.spec)
+            return self._opened
+
+    def read(self, offset: int, num_bytes: int) -> bytes:
+        """Bytes of the samples laid end to end. Raises DataError, after a few attempts."""
+        return self._persistently(lambda: self._own().read(offset, num_bytes))
+
+    def gather(self, ids: Ids) -> npt.NDArray[np.uint8]:
+        """Samples [n, sample_bytes], many read at once: remote files answer late. Raises DataError as `read`."""
+
+        def part(some: Ids) -> npt.NDArray[np.uint8]:
+            rows = self._persistently(lambda: self._own().gather(some))
+            return np.ascontiguousarray(rows).view(np.uint8).reshape(len(some), -1)
+
+        return np.concatenate([*self._pool.map(part, np.array_split(ids, min(THREADS, len(ids))))])
+
+    def stop(self) -> None:
+        """Let go of what waits."""
+        self._stopping.set()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _persistently(self, work: Callable[[], T]) -> T:
+        for pause in PAUSES_S:
+            if self._stopping.is_set():
+                raise DataError(f"dataset {self.spec}: the view was told to stop while it read samples")
+            try:
+                return work()
+            except DataError:
+                self._stopping.wait(pause)
+        return work()
+
+    def _own(self) -> Dataset:
+        if not hasattr(self._local, "dataset"):
+            opened = self.dataset
+            self._local.dataset = dataclasses.replace(opened, pieces=copy.copy(opened.pieces))
+        return self._local.dataset  # type: ignore[no-any-return]
