@@ -136,13 +136,19 @@ class Extents:
         self._lock = threading.Lock()  # what is read must stay mapped
 
     @property
+    def here(self) -> list[int]:
+        """The extents in `directory`, or on their way there."""
+        return list(np.flatnonzero(self._here).tolist())
+
+    @property
     def all_here(self) -> bool:
         return bool(self._here.all())
 
-    def gather(self, ids: Ids, begin: int | None = None) -> npt.NDArray[Any]:
-        """The samples `ids` [n] as a new array [n, *shape]. `begin`: where the step that reads them begins in the order.
+    def gather(self, ids: Ids, begin: int | None = None, wait: bool = True) -> npt.NDArray[Any]:
+        """The samples `ids` [n] as a new array [n, *shape]. `begin`: position in the order of the step that reads them.
 
-        Raises DataError when an extent is missing or damaged, and its rows cannot be had elsewhere.
+        Raises DataError when an extent is missing or damaged, and its rows cannot be had elsewhere; unless `wait`,
+        BlockingIOError for rows that are not here.
         """
         with self._lock:
             numbers = ids // self.catalogue.samples_per_extent
@@ -155,6 +161,8 @@ class Extents:
             there = self._proved[blocks]
             if there.all():
                 return self._take(numbers, ids)
+            if not wait:
+                raise BlockingIOError
             some = self._take(numbers[there], ids[there])
         rows = np.empty((len(ids), *self.catalogue.shape), self.catalogue.dtype)
         rows[there] = some

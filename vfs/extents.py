@@ -113,8 +113,8 @@ class Keeper:
     # --- the thread -----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        for name in self.home.glob(f"*{_PARTIAL}"):
-            name.unlink()
+        for left in self.home.glob(f"extent-*{_PARTIAL}"):
+            left.unlink()
         told: Plan | None = None
         while not self._stopping:
             self._wake.clear()
@@ -130,8 +130,8 @@ class Keeper:
             except ArenaFullError as error:
                 self._tell("failed", message=f"{error}; until then samples are read from the dataset's own files")
                 self._wake.wait()
-            except DataError as error:
-                self._tell("failed", message=str(error))
+            except (DataError, OSError) as error:
+                self._tell("failed", message=f"extents of {self._remote.spec} cannot be fetched now: {error}")
             self._wake.wait(_LOOK_S)
 
     def _load_all(self, plan: Plan) -> bool:

@@ -12,7 +12,6 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +19,6 @@ import numpy as np
 import numpy.typing as npt
 
 from tenplexrun.core.ahead import Ahead, Chunk
-from tenplexrun.core.extents import Plan
 from tenplexrun.core.order import DataOrder, Ids
 from tenplexrun.errors import DataError
 from tenplexrun.samples import Catalogue, found_in, rows_places
@@ -28,10 +26,17 @@ from tenplexrun.vfs.extents import Keeper, Tell, present
 from tenplexrun.vfs.neighbours import Neighbours, Run
 from tenplexrun.vfs.remote import Remote
 
-PATIENCE_S = 60.0
-"""A reader waits so long for rows that cannot be fetched, asked for again and again, before it gets an error."""
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.2, 5.0
 _SUFFIX = ".rows"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """`window_bytes`: of what is fetched ahead for each view. `patience_s`: so long a reader waits for rows that cannot
+    be fetched, asked for again and again, before it gets an error."""
+
+    window_bytes: int
+    patience_s: float = 60.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,9 +103,10 @@ class Source:
 class Rows:
     """The rows that views of one dataset need and this node does not own. All methods may be called by any thread."""
 
-    def __init__(self, source: Source, keeper: Keeper, limit_bytes: int, tell: Tell) -> None:
+    def __init__(self, source: Source, keeper: Keeper, limits: Limits, tell: Tell) -> None:
         self._source, self._keeper, self._tell = source, keeper, tell
-        self._limit_rows = max(1, limit_bytes // (source.catalogue.sample_bytes + 8))
+        self._limit_rows = max(1, limits.window_bytes // (source.catalogue.sample_bytes + 8))
+        self._patience_s = limits.patience_s
         self._windows: dict[str, Ahead] = {}
         self._batches: list[Batch] = []
         self._busy: Chunk | None = None
@@ -132,7 +138,7 @@ class Rows:
                 self._drop_passed()
                 self._changed.notify_all()
             order, first = (_key(window.order), begin or 0) if window is not None else ("", 0)
-        deadline, pause = time.monotonic() + PATIENCE_S, _FIRST_PAUSE_S
+        deadline, pause = time.monotonic() + self._patience_s, _FIRST_PAUSE_S
         while True:
             with self._changed:
                 found, left = self._look(ids)
@@ -145,7 +151,7 @@ class Rows:
                 batch = self._source.fetch(left, order, first, first + 1)
             except (DataError, OSError) as error:
                 if time.monotonic() > deadline or self._stopping:
-                    raise DataError(f"{error} (tried again for {PATIENCE_S:.0f} s)") from error
+                    raise DataError(f"{error} (tried again for {self._patience_s:g} s)") from error
                 time.sleep(pause)
                 pause = min(2 * pause, _LAST_PAUSE_S)
                 continue

@@ -1,8 +1,10 @@
 """The process of the dataset view: `python -m tenplexrun.vfs.server '{"dir": ..., "socket": ..., "mode": "auto"}'`.
 
 `dir` is the node's directory: samples go to its `extents/`, the view to its `view/`, the store's folder is `arena/`.
-`socket` is the path of the control socket (protocol of `tenplexrun.channel`), `mode` one of auto, fuse, farm,
-`window_bytes` how much of a rank's data a farm writes in a round. What is shown is noted in `views.json`, so that a
+`socket` is the path of the control socket (protocol of `tenplexrun.channel`), `mode` one of auto, fuse, farm, `store`
+the socket of the node's store, if there is one, `patience_s` how long readers wait for rows that cannot be fetched,
+`window_bytes` how much of a rank's data is fetched ahead, and how much
+a farm writes in a round. What is shown is noted in `views.json`, so that a
 process started after a kill -9 shows the same again. SIGTERM and SIGINT unmount and end with exit code 0.
 """
 
@@ -14,24 +16,30 @@ import json
 import os
 import signal
 import sys
-import threading
 import weakref
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from tenplexrun import channel
+from tenplexrun.core.extents import Placement, Plan, spans
 from tenplexrun.core.order import DataOrder
 from tenplexrun.errors import DataError, ProcessError, TenplexError, UsageError
-from tenplexrun.samples import Extents
+from tenplexrun.samples import Catalogue
 from tenplexrun.vfs import farm
-from tenplexrun.vfs.extents import load
+from tenplexrun.vfs.data import PATIENCE_S, Data
+from tenplexrun.vfs.extents import Tell, present
+from tenplexrun.vfs.rows import Limits
 from tenplexrun.vfs.state import Snapshots
 from tenplexrun.vfs.view import Directory, Live, tree, window
 
 Record = dict[str, Any]
 MODES = ("auto", "fuse", "farm")
+MAX_WAITING = 64
 _STOP_S = 5.0
 
 
@@ -59,14 +67,26 @@ class Chosen:
 class Reporter:
     """Tells stderr and whoever is connected what went wrong, as the notification "failed"."""
 
-    def __init__(self) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.listeners: weakref.WeakSet[channel.Channel] = weakref.WeakSet()
+        self._loop = loop
 
     def __call__(self, message: str) -> None:
         with contextlib.suppress(OSError):  # whoever read our messages may have gone
             print(f"dataset view: {message}", file=sys.stderr)
+        self._notify("failed", {"message": message})
+
+    def tell(self, kind: str, **fields: Any) -> None:
+        """The same from other threads, also what is no failure."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            if kind == "failed":
+                self._loop.call_soon_threadsafe(self, fields["message"])
+            else:
+                self._loop.call_soon_threadsafe(self._notify, kind, fields)
+
+    def _notify(self, kind: str, fields: Record) -> None:
         for listener in list(self.listeners):
-            listener.notify("failed", message=message)
+            listener.notify(kind, **fields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +97,8 @@ class Config:
     socket: str
     mode: str
     window_bytes: int
+    store: str | None = None
+    patience_s: float = 60.0
 
     @classmethod
     def parse(cls, text: str) -> Config:
@@ -84,7 +106,11 @@ class Config:
         try:
             record = json.loads(text)
             home, socket, mode = Path(record["dir"]).resolve(), str(record["socket"]), str(record.get("mode", "auto"))
-            config = cls(home, socket, mode, int(record.get("window_bytes", farm.WINDOW_BYTES)))
+            window_bytes, patience_s = (
+                int(record.get("window_bytes", farm.WINDOW_BYTES)),
+                record.get("patience_s", 60.0),
+            )
+            config = cls(home, socket, mode, window_bytes, record.get("store"), float(patience_s))
         except (KeyError, TypeError, ValueError) as error:
             raise UsageError(f"the configuration should be one JSON object with dir, socket, mode: {error!r}") from None
         if mode not in MODES:
@@ -120,62 +146,98 @@ def _mount(path: Path, root: Directory, report: Callable[[str], None]) -> Chosen
 
 
 class Views:
-    """What is shown, and the operations on it. One dataset is copied at a time, in a thread."""
+    """What is shown, and the operations on it."""
 
-    def __init__(self, chosen: Chosen, home: Path) -> None:
-        self._chosen, self._home = chosen, home
+    def __init__(self, chosen: Chosen, config: Config, tell: Tell) -> None:
+        self._chosen, self._config, self._tell = chosen, config, tell
         self._shown: dict[tuple[int, int], list[Record]] = {}  # by round and dp rank
-        self._loaded: dict[str, Extents] = {}
+        self._datasets: dict[str, Data] = {}
+        self._readers: dict[str, Data] = {}  # by the name of a view
         self._lock = asyncio.Lock()
-        self._note = home / "views.json"
-        self.stopping = threading.Event()
+        self._note = config.home / "views.json"
+        self._waiting = ThreadPoolExecutor(MAX_WAITING, "reader")
 
     async def handle(self, _: channel.Channel, op: str, args: Record) -> Record:
         """Answer one request. Raises what the operation raises, DataError for an unknown one."""
         if op == "hello":
             return {"mode": self._chosen.mode, "reason": self._chosen.reason}
         if op == "show":
-            return {"dir": await self.show(args)}
+            async with self._lock:
+                return {"dir": await self.show(args, PATIENCE_S)}
+        if op == "rows":
+            return {"files": await self.rows(str(args["view"]), args["ids"], args["begin"])}
         if op == "drop":
             return self.drop(int(args["round"]))
         if op == "describe":
             return await self.describe(str(args["spec"]))
+        if op == "held":
+            return {"held": self.held()}
         raise DataError(f"the dataset view knows no operation {op!r}; do all parts come from one installation?")
 
     async def describe(self, spec: str) -> Record:
-        catalogue = (await self._load(spec)).catalogue
+        async with self._lock:
+            catalogue = (await self._open(spec)).catalogue
         return {
             "num_samples": catalogue.num_samples,
             "sample_bytes": catalogue.sample_bytes,
             "fingerprint": catalogue.fingerprint,
         }
 
-    async def show(self, request: Record) -> str:
+    def held(self) -> Record:
+        """By dataset the extents that are here."""
+        found = {path.name: present(path) for path in (self._config.home / "extents").glob("*")}
+        return {key: spans(sorted(numbers)) for key, numbers in found.items() if numbers}
+
+    async def show(self, request: Record, patience_s: float) -> str:
         """Show one rank's share; asked twice for the same, the same directory. The first order of a round is its
-        `current` one. `num_samples` and `fingerprint` may be missing; DataError where they are not the dataset's."""
+        `current` one. `num_samples` and `fingerprint` may be missing; DataError where they are not the dataset's.
+        Waits so long for the extents that this node is to keep."""
         try:
             number, rank, size = (int(request[name]) for name in ("round", "dp_rank", "dp_size"))
             record, consumed = dict(request["order"]), int(request["consumed"])
-            extents = await self._load(str(record.pop("dataset")))
+            placement = None if request.get("placement") is None else Placement.from_json(request["placement"])
+            data = await self._open(str(record.pop("dataset")))
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(f"not a request to show data: {request!r:.300} ({error!r})") from error
-        order = _complete(record, extents)
+        order = _complete(record, data.catalogue)
         request = {**request, "order": {**request["order"], **order.to_json()}}
         shown = self._shown.setdefault((number, rank), [])
         if request not in shown:
-            limit = self._chosen.limit_bytes
-            if limit is not None:
-                limit //= extents.catalogue.sample_bytes + 16  # and its id and weight
-            directory = tree(window(order, rank, size, consumed, limit), extents)
-            self._chosen.surface.show(_group(rank), _name(number, len(shown)), directory, current=not shown)
+            view, limit = window(order, rank, size, consumed), self._chosen.limit_bytes
+            if limit is not None:  # each row takes its id and its weight, too
+                view = window(order, rank, size, consumed, limit // (data.catalogue.sample_bytes + 16))
+            plan, name = data.follow(placement), _name(number, len(shown))
+            await asyncio.to_thread(data.keeper.wait, patience_s)
+            extents = data.reader(f"{_group(rank)}/{name}", plan, order, rank, size, consumed)
+            await self._put(
+                _group(rank), name, tree(view, extents, _asking(self._config.socket, rank, name, plan)), not shown
+            )
+            self._readers[f"{_group(rank)}/{name}"] = data
             shown.append(request)
             self._write_note()
-        return str(self._home / "view" / _group(rank) / _name(number, shown.index(request)))
+        return str(self._config.home / "view" / _group(rank) / _name(number, shown.index(request)))
+
+    async def _put(self, group: str, name: str, directory: Directory, current: bool) -> None:
+        if self._chosen.limit_bytes is None:
+            self._chosen.surface.show(group, name, directory, current)
+        else:  # it writes files, whose rows may have to come from elsewhere
+            await asyncio.to_thread(self._chosen.surface.show, group, name, directory, current)
+
+    async def rows(self, view: str, ids: list[int], begin: int | None) -> list[str]:
+        """The files with rows that a reader of a view does not find in this node's extents."""
+        data = self._readers.get(view)
+        if data is None:
+            raise DataError(f"no view {view} is shown; its round is over")
+        loop, wanted = asyncio.get_running_loop(), np.array(ids, dtype=np.int64)
+        return await loop.run_in_executor(self._waiting, data.rows.find, view, wanted, begin)
 
     def drop(self, number: int) -> Record:
         for key in [key for key in self._shown if key[0] == number]:
             for index in range(len(self._shown.pop(key))):
+                name = f"{_group(key[1])}/{_name(number, index)}"
                 self._chosen.surface.drop(_group(key[1]), _name(number, index))
+                if (data := self._readers.pop(name, None)) is not None:
+                    data.rows.close(name)
         self._write_note()
         return {}
 
@@ -183,17 +245,21 @@ class Views:
         """Show again what a predecessor showed that was killed."""
         with contextlib.suppress(FileNotFoundError):
             for request in json.loads(self._note.read_text()):
-                await self.show(request)
+                await self.show(request, 0.0)
 
     def close(self) -> None:
-        self.stopping.set()
+        for data in self._datasets.values():
+            data.stop()
+        self._waiting.shutdown(wait=False, cancel_futures=True)
         self._note.unlink(missing_ok=True)
 
-    async def _load(self, spec: str) -> Extents:
-        async with self._lock:
-            if spec not in self._loaded:
-                self._loaded[spec] = await asyncio.to_thread(load, spec, self._home / "extents", self.stopping)
-            return self._loaded[spec]
+    async def _open(self, spec: str) -> Data:
+        if spec not in self._datasets:
+            config = self._config
+            limits = Limits(config.window_bytes, config.patience_s)
+            arguments = (spec, config.home / "extents", config.store, limits, self._tell)
+            self._datasets[spec] = await asyncio.to_thread(Data, *arguments)
+        return self._datasets[spec]
 
     def _write_note(self) -> None:
         new = self._note.with_suffix(".new")
@@ -209,9 +275,14 @@ def _name(round_number: int, index: int) -> str:
     return f"round-{round_number}" if index == 0 else f"round-{round_number}.{index + 1}"
 
 
-def _complete(record: Record, extents: Extents) -> DataOrder:
+def _asking(socket: str, rank: int, name: str, plan: Plan) -> Record:
+    """For readers in other processes: which extents are here, and whom to ask for other rows."""
+    return {"here": spans(sorted(plan.wanted)), "socket": socket, "view": f"{_group(rank)}/{name}"}
+
+
+def _complete(record: Record, catalogue: Catalogue) -> DataOrder:
     record = {name: value for name, value in record.items() if value is not None and value != ""}
-    of_dataset = {"num_samples": extents.catalogue.num_samples, "fingerprint": extents.catalogue.fingerprint}
+    of_dataset = {"num_samples": catalogue.num_samples, "fingerprint": catalogue.fingerprint}
     order = DataOrder.from_json({**of_dataset, **record})
     DataOrder.from_json({**record, **of_dataset}).check_continues(order)
     return order
@@ -223,9 +294,9 @@ async def serve(config: Config) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    report = Reporter()
+    report = Reporter(asyncio.get_running_loop())
     chosen = choose(config, report)
-    views = Views(chosen, home)
+    views = Views(chosen, config, report.tell)
     kernel = asyncio.ensure_future(chosen.serving() if chosen.serving else stop.wait())
     try:
         await views.restore()

@@ -24,7 +24,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -40,10 +40,16 @@ _Rows = Callable[[int, int], npt.NDArray[Any]]
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """`read(offset, count)` returns the bytes [offset, offset + count) that lie inside."""
+    """`read(offset, count)` returns the bytes [offset, offset + count) that lie inside. It never waits: where it raises
+    BlockingIOError, `wait` does the same, and takes its time."""
 
     num_bytes: int
     read: Callable[[int, int], bytes]
+    wait: Callable[[int, int], bytes] | None = None
+
+    def read_all(self, offset: int, count: int) -> bytes:
+        """However long it takes."""
+        return (self.wait or self.read)(offset, count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +114,12 @@ class Window:
         size = np.where(last, max(self.tail_rows, 1), order.global_batch)
         return order.sample_at(positions), np.where(real, self.dp_size / size, 0.0)
 
+    def begin_of(self, row: int) -> int:
+        """Where the step of a row begins in the order."""
+        return (
+            self.start + min(row // self._deal(self.order.global_batch).rows, self.full_steps) * self.order.global_batch
+        )
+
     def at_epoch(self, epoch: int) -> Window:
         """The window of a later epoch, as it will be if the job goes on at this global batch."""
         start = epoch * self.order.num_samples
@@ -136,8 +148,8 @@ def window(order: DataOrder, dp_rank: int, dp_size: int, consumed: int, max_rows
     return Window(order, dp_rank, dp_size, start, full, tail)
 
 
-def tree(shown: Window, extents: Extents) -> Directory:
-    """The files of a window over the samples in `extents`."""
+def tree(shown: Window, extents: Extents, more: Mapping[str, Any] | None = None) -> Directory:
+    """The files of a window over the samples in `extents`. `more`: what else index.json says."""
     packs = _packs(shown, extents)
     entries: dict[str, Node] = {name: file for name, _, _, file in packs}
     entries["list.txt"] = _text("".join(f"{name}\n" for name, _, _, _ in packs))
@@ -153,9 +165,11 @@ def tree(shown: Window, extents: Extents) -> Directory:
             "rows": shown.num_rows,
             "packs": [{"name": name, "first_row": first, "rows": rows} for name, first, rows, _ in packs],
             "extents": "extents",
+            "directory": extents.directory,
+            **(more or {}),
         }
     )
-    names = [extent_name(number) for number in range(extents.catalogue.num_extents)]
+    names = [extent_name(number) for number in extents.here]
     entries["extents"] = Directory({name: Link(f"{extents.directory}/{name}") for name in names})
     return Directory(entries, lambda name: _later(shown, extents, name))
 
@@ -175,7 +189,9 @@ def _packs(shown: Window, extents: Extents) -> list[tuple[str, int, int, File]]:
     packs = []
     for number, first in enumerate(range(0, shown.num_rows, most)):
         rows = min(most, shown.num_rows - first)
-        packs.append((f"pack-{number:05d}.bin", first, rows, _records(b"", rows, size, _Pack(shown, extents, first))))
+        now, later = (_records(b"", rows, size, _Pack(shown, extents, first, wait)) for wait in (False, True))
+        file = replace(now, wait=later.read)
+        packs.append((f"pack-{number:05d}.bin", first, rows, file))
     return packs
 
 
@@ -184,9 +200,11 @@ class _Pack:
     shown: Window
     extents: Extents
     first: int
+    wait: bool
 
     def __call__(self, first: int, count: int) -> npt.NDArray[Any]:
-        return self.extents.gather(self.shown.rows(self.first + first, count)[0])
+        row = self.first + first
+        return self.extents.gather(self.shown.rows(row, count)[0], self.shown.begin_of(row), self.wait)
 
 
 def _cursor(shown: Window) -> dict[str, Any]:

@@ -89,9 +89,7 @@ class Plan:
         held = {node: frozenset(numbers_in(packed.get(node, ()))) for node in placement.stores}
         owned = own(num_extents, extent_bytes, placement.budgets, held)
         owner = {number: node for node, numbers in owned.items() for number in numbers}
-        return cls(
-            placement, owned, held, owner, frozenset(range(num_extents) if small else owned[placement.me])
-        )
+        return cls(placement, owned, held, owner, frozenset(range(num_extents) if small else owned[placement.me]))
 
     @property
     def mine(self) -> tuple[int, ...]:
