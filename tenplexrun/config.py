@@ -310,9 +310,7 @@ def _data(args: argparse.Namespace) -> DataSpec | None:
         return None
     if args.global_batch is None or args.global_batch < 1:
         raise UsageError("--data needs --global-batch ROWS of at least 1: the order deals rows to steps")
-    formats.open_dataset(
-        args.data
-    ).check_shown()  # what is wrong with it should be said now, not when all has been started
+    formats.open_dataset(args.data)  # what is wrong with it should be said now, not when all has been started
     return DataSpec(args.data, args.global_batch, args.micro_batch or args.global_batch, args.data_seed)
 
 

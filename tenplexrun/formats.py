@@ -64,6 +64,27 @@ def has_one_size(spec: str) -> bool:
     return name in ("bytes", "npy", "npz") or (name == "megatron" and "seq_length" in options)
 
 
+def format_of(spec: str) -> str:
+    """The format in a dataset's name. Raises DataError for what is none."""
+    return _parse(spec)[0]
+
+
+def file_names(dataset: Dataset) -> list[str]:
+    """Where each sample is a whole file: `folder/name` of each, by the first folder below the dataset's path, or the
+    name alone. Else nothing."""
+    root, found = _parse(dataset.spec)[1].rstrip("/") + "/", []
+    for number in range(dataset.num_samples if dataset.spans is not None and len(dataset.spans.starts) else 0):
+        start, end = dataset.span(number)
+        piece, offset = dataset.pieces.place(start)
+        if offset or piece.num_bytes != end - start:
+            return []
+        folder, slash, rest = (
+            piece.path.removeprefix(root).partition("/") if piece.path.startswith(root) else ("", "", "")
+        )
+        found.append(f"{folder}/{os.path.basename(rest)}" if slash else os.path.basename(piece.path))
+    return found
+
+
 def file_path(spec: str) -> str:
     """The path in a dataset's name. Raises DataError for what is none."""
     return _parse(spec)[1]

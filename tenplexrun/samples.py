@@ -120,6 +120,7 @@ class Extents:
     ) -> None:
         self.catalogue = catalogue
         self.directory = directory
+        self.about: dict[str, Any] = {"directory": directory}  # what a reader in another process has to know
         self._find = find
         self._extent_bytes = catalogue.extent_bytes
         aligned = self._extent_bytes % mmap.PAGESIZE == 0 or catalogue.num_extents == 1

@@ -13,7 +13,7 @@ DEADLINE_S = 60.0
 
 def extents_of(spec: str, directory: Path) -> Extents:
     """Below `directory`, written unless they are there. Raises DataError, ArenaFullError."""
-    data = Data(spec, directory, None, Limits(1 << 30), lambda kind, **fields: None)
+    data = Data(spec, directory, ("", None), Limits(1 << 30), lambda kind, **fields: None)
     try:
         data.follow(None)
         assert data.keeper.wait(DEADLINE_S)

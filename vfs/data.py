@@ -8,11 +8,12 @@ import weakref
 from functools import partial
 from pathlib import Path
 
-from tenplexrun.core.extents import ALONE, Placement, Plan
+from tenplexrun.core.extents import ALONE, Placement, Plan, spans
 from tenplexrun.core.order import DataOrder
 from tenplexrun.errors import DataError
 from tenplexrun.samples import Catalogue, Extents
-from tenplexrun.vfs.extents import Keeper, Tell, catalogue_of, key_of
+from tenplexrun.vfs.extents import Keeper, Tell, catalogue_of
+from tenplexrun.vfs.homes import home_of
 from tenplexrun.vfs.neighbours import Neighbours
 from tenplexrun.vfs.remote import Remote
 from tenplexrun.vfs.rows import Limits, Rows, Source
@@ -22,13 +23,16 @@ PATIENCE_S = 3.0
 
 
 class Data:
-    """`spec` below the folder `extents`. Made in a thread: it may read a lot. `store`: socket of the node's store.
+    """`spec` below the folder `extents`. Made in a thread: it may read a lot. `sockets`: of this process, and of
+    the node's store.
 
     A dataset no larger than the window is kept whole by every node. Raises DataError for a bad dataset.
     """
 
-    def __init__(self, spec: str, extents: Path, store: str | None, limits: Limits, tell: Tell) -> None:
-        self.key, home = key_of(spec), extents / key_of(spec)
+    def __init__(self, spec: str, extents: Path, sockets: tuple[str, str | None], limits: Limits, tell: Tell) -> None:
+        home = home_of(spec, extents)
+        self.key = home.name
+        self._socket, store = sockets
         self._remote, neighbours = Remote(spec), Neighbours(store, self.key)
         self.catalogue = _catalogue(home, self._remote)
         self.keeper = Keeper(self._remote, self.catalogue, home, neighbours, tell, self._dropped)
@@ -48,6 +52,7 @@ class Data:
     def reader(self, name: str, plan: Plan, order: DataOrder, rank: int, size: int, consumed: int) -> Extents:
         """For the view `name`. Rows that are not in this node's extents are fetched ahead for it from now on."""
         extents = Extents(self.catalogue, str(self.keeper.home), plan.wanted, partial(self.rows.find, name))
+        extents.about |= {"here": spans(sorted(plan.wanted)), "socket": self._socket, "view": name}
         self._readers.add(extents)
         if not extents.all_here:
             self.rows.open(name, order, rank, size, order.step(consumed).start)

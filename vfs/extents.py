@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import os
 import re
 import shutil
@@ -25,6 +24,7 @@ from tenplexrun.core.extents import Plan
 from tenplexrun.datasets.dataset import Dataset
 from tenplexrun.errors import ArenaFullError, DataError
 from tenplexrun.samples import Catalogue, block_sums, extent_name, samples_per_extent, sums_name
+from tenplexrun.vfs.homes import full
 from tenplexrun.vfs.neighbours import Neighbours, Run
 from tenplexrun.vfs.remote import Remote
 
@@ -42,10 +42,6 @@ def catalogue_of(dataset: Dataset) -> Catalogue:
     wanted = min(max(dataset.num_bytes // EXTENTS, LEAST_EXTENT_BYTES), EXTENT_BYTES)
     per_extent = min(samples_per_extent(size, wanted), dataset.num_samples)
     return Catalogue(dataset.num_samples, dataset.dtype, dataset.shape, dataset.fingerprint(), per_extent)
-
-
-def key_of(spec: str) -> str:
-    return hashlib.blake2b(spec.encode(), digest_size=8).hexdigest()
 
 
 def present(home: Path) -> set[int]:
@@ -84,7 +80,7 @@ class Keeper:
         """From now on. Raises ArenaFullError where shared memory is too small for it."""
         missing = self.catalogue.bytes_of(plan.wanted - present(self.home))
         if shutil.disk_usage(self.home).free < missing:
-            raise _full(self._remote.spec, missing, self.home)
+            raise full(self._remote.spec, missing, self.home)
         self._settled.clear()
         self.plan = plan
         self._wake.set()
@@ -151,7 +147,7 @@ class Keeper:
             except OSError as error:
                 partial.unlink()
                 if error.errno == errno.ENOSPC:
-                    raise _full(self._remote.spec, num_bytes, self.home) from error
+                    raise full(self._remote.spec, num_bytes, self.home) from error
                 raise DataError(f"cannot write {partial}: {error.strerror}") from error
             run = Run(number, 0, self.catalogue.samples_in(number), plan.sources(number))
             from_peers = not self._neighbours.fetch(str(partial), 0, self.catalogue.sample_bytes, [run])
@@ -213,11 +209,3 @@ class Keeper:
             "bound": catalogue.bytes_of(plan.lacked()),
         }
         self._tell("extents", **record)
-
-
-def _full(spec: str, num_bytes: int, directory: Path) -> ArenaFullError:
-    free = shutil.disk_usage(directory).free
-    return ArenaFullError(
-        f"dataset {spec} needs {num_bytes} bytes of shared memory, {free} are free: free some (df -h "
-        "/dev/shm), enlarge it (mount -o remount,size=...) or give a smaller --data-memory"
-    )

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tenplexrun.errors import ArenaFullError, DataError
 from tenplexrun.vfs.mounts import clear
-from tenplexrun.vfs.view import Directory, File, Link, Node
+from tenplexrun.vfs.nodes import Directory, File, Link, Node
 
 WINDOW_BYTES = 256 << 20
 _BLOCK_BYTES = 4 << 20

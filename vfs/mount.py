@@ -1,8 +1,8 @@
 """The view through FUSE: one mount a process, served by asyncio, read only.
 
 Content behind an inode never changes, so the kernel may cache it: each round gets new inodes. Requests are answered
-from the trees of `vfs.view`; whatever goes wrong in a handler is EIO for that one request, since pyfuse3 ends the mount
-on any other exception.
+from trees of `vfs.nodes`; whatever goes wrong in a handler is EIO for that one request, since pyfuse3 ends the mount on
+any other exception.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import pyfuse3.asyncio
 
 from tenplexrun.errors import DataError
 from tenplexrun.vfs.mounts import clear, raise_read_ahead
-from tenplexrun.vfs.view import Directory, File, Link, Live, Node
+from tenplexrun.vfs.nodes import Directory, File, Link, Live, Node
 
 _CACHE_S = 3600.0
 _FRESH_S = 1.0  # directories change when rounds come and go
@@ -42,6 +42,7 @@ class _Inode:
     unlisted: dict[str, _Inode] = field(default_factory=dict)
     lookups: int = 0
     attached: bool = True
+    grown: bool = False
 
     def below(self) -> Iterator[_Inode]:
         yield self
@@ -80,6 +81,7 @@ class Mount(pyfuse3.Operations):  # type: ignore[misc]
         self._handles = itertools.count(1)
         self._born_ns = time.time_ns()
         self._root = self._grow(root)
+        self._fill(self._root)
 
     def start(self) -> None:
         """Mount, in place of whatever a killed predecessor left there. Raises DataError with the reason if refused."""
@@ -124,8 +126,18 @@ class Mount(pyfuse3.Operations):  # type: ignore[misc]
         self._detach(shelf.pop(name, None))
         shelf[name] = self._grow(node)
 
+    def _fill(self, inode: _Inode) -> None:
+        """A directory gets inodes for what is in it when somebody looks for the first time: there may be thousands."""
+        if isinstance(inode.node, Directory) and not inode.grown:
+            inode.grown = True
+            for name, node in inode.node.entries.items():
+                inode.listed[name] = child = self._grow(node)
+                child.attached = inode.attached
+                self._release(child)
+
     async def _refresh(self, inode: _Inode) -> None:
         """A live directory gets what is there now, with new inodes for what has changed; one that has gone stays."""
+        self._fill(inode)
         if not isinstance(inode.node, Live):
             return
         found = await asyncio.to_thread(inode.node.entries)
@@ -138,8 +150,6 @@ class Mount(pyfuse3.Operations):  # type: ignore[misc]
     def _grow(self, node: Node) -> _Inode:
         inode = _Inode(next(self._numbers), node)
         self._inodes[inode.number] = inode
-        if isinstance(node, Directory):
-            inode.listed = {name: self._grow(child) for name, child in node.entries.items()}
         return inode
 
     def _detach(self, top: _Inode | None) -> None:
@@ -165,8 +175,7 @@ class Mount(pyfuse3.Operations):  # type: ignore[misc]
             if hidden is None:
                 raise pyfuse3.FUSEError(errno.ENOENT)
             found = parent.unlisted[name] = self._grow(hidden)
-            for inode in found.below():
-                inode.attached = parent.attached
+            found.attached = parent.attached
         return found
 
     def _attributes(self, inode: _Inode) -> Any:
@@ -197,6 +206,7 @@ class Mount(pyfuse3.Operations):  # type: ignore[misc]
         await self._refresh(parent)
         child = self._child(parent, os.fsdecode(name))
         child.lookups += 1
+        self._inodes[child.number] = child  # below a directory that was dropped only the kernel keeps it
         return self._attributes(child)
 
     async def forget(self, inode_list: Sequence[tuple[int, int]]) -> None:

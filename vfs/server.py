@@ -16,6 +16,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import weakref
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -26,16 +27,18 @@ from typing import Any, Protocol
 import numpy as np
 
 from tenplexrun import channel
-from tenplexrun.core.extents import Placement, Plan, spans
+from tenplexrun.core.extents import Placement, spans
 from tenplexrun.core.order import DataOrder
 from tenplexrun.errors import DataError, ProcessError, TenplexError, UsageError
-from tenplexrun.samples import Catalogue
-from tenplexrun.vfs import farm
+from tenplexrun.formats import has_one_size
+from tenplexrun.vfs import farm, mixed
 from tenplexrun.vfs.data import PATIENCE_S, Data
 from tenplexrun.vfs.extents import Tell, present
+from tenplexrun.vfs.nodes import Directory, Live
 from tenplexrun.vfs.rows import Limits
 from tenplexrun.vfs.state import Snapshots
-from tenplexrun.vfs.view import Directory, Live, tree, window
+from tenplexrun.vfs.view import Catalogued, Content, Samples, fitting, tree
+from tenplexrun.vfs.window import window
 
 Record = dict[str, Any]
 MODES = ("auto", "fuse", "farm")
@@ -151,10 +154,11 @@ class Views:
     def __init__(self, chosen: Chosen, config: Config, tell: Tell) -> None:
         self._chosen, self._config, self._tell = chosen, config, tell
         self._shown: dict[tuple[int, int], list[Record]] = {}  # by round and dp rank
-        self._datasets: dict[str, Data] = {}
+        self._opened: dict[str, Data | Content] = {}
         self._readers: dict[str, Data] = {}  # by the name of a view
         self._lock = asyncio.Lock()
         self._note = config.home / "views.json"
+        self._stopping = threading.Event()
         self._waiting = ThreadPoolExecutor(MAX_WAITING, "reader")
 
     async def handle(self, _: channel.Channel, op: str, args: Record) -> Record:
@@ -185,8 +189,8 @@ class Views:
 
     def held(self) -> Record:
         """By dataset the extents that are here."""
-        found = {path.name: present(path) for path in (self._config.home / "extents").glob("*")}
-        return {key: spans(sorted(numbers)) for key, numbers in found.items() if numbers}
+        shared = [data for data in self._opened.values() if isinstance(data, Data)]
+        return {data.key: spans(sorted(present(data.keeper.home))) for data in shared}
 
     async def show(self, request: Record, patience_s: float) -> str:
         """Show one rank's share; asked twice for the same, the same directory. The first order of a round is its
@@ -203,16 +207,13 @@ class Views:
         request = {**request, "order": {**request["order"], **order.to_json()}}
         shown = self._shown.setdefault((number, rank), [])
         if request not in shown:
-            view, limit = window(order, rank, size, consumed), self._chosen.limit_bytes
-            if limit is not None:  # each row takes its id and its weight, too
-                view = window(order, rank, size, consumed, limit // (data.catalogue.sample_bytes + 16))
-            plan, name = data.follow(placement), _name(number, len(shown))
-            await asyncio.to_thread(data.keeper.wait, patience_s)
-            extents = data.reader(f"{_group(rank)}/{name}", plan, order, rank, size, consumed)
-            await self._put(
-                _group(rank), name, tree(view, extents, _asking(self._config.socket, rank, name, plan)), not shown
+            name = _name(number, len(shown))
+            samples = await self._samples(
+                data, placement, patience_s, (f"{_group(rank)}/{name}", order, rank, size, consumed)
             )
-            self._readers[f"{_group(rank)}/{name}"] = data
+            whole = window(order, rank, size, consumed)
+            directory = tree(fitting(whole, samples, self._chosen.limit_bytes), samples)
+            await self._put(_group(rank), name, directory, not shown)
             shown.append(request)
             self._write_note()
         return str(self._config.home / "view" / _group(rank) / _name(number, shown.index(request)))
@@ -248,18 +249,37 @@ class Views:
                 await self.show(request, 0.0)
 
     def close(self) -> None:
-        for data in self._datasets.values():
-            data.stop()
+        self._stopping.set()
+        for data in self._opened.values():
+            if isinstance(data, Data):
+                data.stop()
         self._waiting.shutdown(wait=False, cancel_futures=True)
         self._note.unlink(missing_ok=True)
 
-    async def _open(self, spec: str) -> Data:
-        if spec not in self._datasets:
-            config = self._config
-            limits = Limits(config.window_bytes, config.patience_s)
-            arguments = (spec, config.home / "extents", config.store, limits, self._tell)
-            self._datasets[spec] = await asyncio.to_thread(Data, *arguments)
-        return self._datasets[spec]
+    async def _open(self, spec: str) -> Data | Content:
+        if spec not in self._opened:
+            extents, config = self._config.home / "extents", self._config
+            if has_one_size(spec):
+                sockets, limits = (config.socket, config.store), Limits(config.window_bytes, config.patience_s)
+                self._opened[spec] = await asyncio.to_thread(Data, spec, extents, sockets, limits, self._tell)
+            else:
+                self._opened[spec] = await asyncio.to_thread(mixed.load, spec, extents, self._stopping)
+        return self._opened[spec]
+
+    async def _samples(
+        self,
+        data: Data | Content,
+        placement: Placement | None,
+        patience_s: float,
+        shown: tuple[str, DataOrder, int, int, int],
+    ) -> Samples:
+        """What a view reads from, once its extents are here, or so long has passed."""
+        if not isinstance(data, Data):
+            return data
+        plan = data.follow(placement)
+        await asyncio.to_thread(data.keeper.wait, patience_s)
+        self._readers[shown[0]] = data
+        return data.reader(shown[0], plan, *shown[1:])
 
     def _write_note(self) -> None:
         new = self._note.with_suffix(".new")
@@ -275,12 +295,7 @@ def _name(round_number: int, index: int) -> str:
     return f"round-{round_number}" if index == 0 else f"round-{round_number}.{index + 1}"
 
 
-def _asking(socket: str, rank: int, name: str, plan: Plan) -> Record:
-    """For readers in other processes: which extents are here, and whom to ask for other rows."""
-    return {"here": spans(sorted(plan.wanted)), "socket": socket, "view": f"{_group(rank)}/{name}"}
-
-
-def _complete(record: Record, catalogue: Catalogue) -> DataOrder:
+def _complete(record: Record, catalogue: Catalogued) -> DataOrder:
     record = {name: value for name, value in record.items() if value is not None and value != ""}
     of_dataset = {"num_samples": catalogue.num_samples, "fingerprint": catalogue.fingerprint}
     order = DataOrder.from_json({**of_dataset, **record})

@@ -32,7 +32,7 @@ from tenplexrun.core.dtypes import item_bytes
 from tenplexrun.core.layout import Layout
 from tenplexrun.core.pieces import Index, Piece, copies, index_name, layout_name, row_major_boxes
 from tenplexrun.core.regions import Region, subtract
-from tenplexrun.vfs.view import Link, Live, Node, array_file, json_file
+from tenplexrun.vfs.nodes import Link, Live, Node, array_file, json_file
 
 _SAME_SIZE = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}
 

@@ -113,18 +113,11 @@ class Dataset:
     spans: Spans | None = field(default=None, repr=False, compare=False)
     note: str = ""
 
-    def check_shown(self) -> None:
-        """Raise DataError unless the view can show it: where samples differ in size."""
-        if self.spans is not None:
-            raise DataError(
-                f"dataset {self.spec} has samples of different sizes, which the view does not show: leave --data out; "
-                "job.loader reads the files themselves"
-            )
-
     @property
     def sample_bytes(self) -> int:
         """Raises DataError where samples differ in size."""
-        self.check_shown()
+        if self.spans is not None:
+            raise DataError(f"dataset {self.spec} has samples of different sizes; ask for the size of each")
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
     @property

@@ -15,7 +15,9 @@ from tenplexrun.errors import ArenaFullError, DataError
 from tenplexrun.samples import Extents
 from tenplexrun.vfs import view as view_module
 from tenplexrun.vfs.farm import Farm
-from tenplexrun.vfs.view import Directory, File, Link, Window, tree, window
+from tenplexrun.vfs.nodes import Directory, File, Link
+from tenplexrun.vfs.view import tree
+from tenplexrun.vfs.window import Window, window
 
 
 @pytest.fixture
@@ -160,11 +162,11 @@ def test_farm_writes_the_same_files(extents: Extents, tmp_path: Path) -> None:
 
 def test_a_bounded_window_ends_at_a_step(extents: Extents) -> None:
     order = DataOrder(103, 5, 24, 4)
-    assert window(order, 0, 1, 0, max_rows=50).num_rows == 48
-    assert window(order, 0, 1, 0, max_rows=1).num_rows == 24
-    assert window(order, 0, 1, 0, max_rows=10**6) == window(order, 0, 1, 0)
-    assert window(order, 0, 1, 96, max_rows=10).num_rows == 8
-    assert window(order, 0, 1, 0, max_rows=96).end == 96
+    assert window(order, 0, 1, 0).cut(50).num_rows == 48
+    assert window(order, 0, 1, 0).cut(1).num_rows == 24
+    assert window(order, 0, 1, 0).cut(10**6) == window(order, 0, 1, 0)
+    assert window(order, 0, 1, 96).cut(10).num_rows == 8
+    assert window(order, 0, 1, 0).cut(96).end == 96
 
 
 def test_full_memory_is_named(tmp_path: Path) -> None:

@@ -21,8 +21,8 @@ from tenplexrun.core.pieces import row_major_boxes
 from tenplexrun.core.snapshots import Claim
 from tenplexrun.core.spec import TensorSpec
 from tenplexrun.store.arena import Arena
+from tenplexrun.vfs.nodes import Directory, File, Link, Live
 from tenplexrun.vfs.state import Snapshots
-from tenplexrun.vfs.view import Directory, File, Link, Live
 
 CONFIG = ParallelConfig(tp=2)
 LAYOUT = Layout(

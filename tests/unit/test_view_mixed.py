@@ -1,0 +1,223 @@
+"""Samples of different sizes in shared memory and in the view: packs as files of their format, or links to files."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tenplexrun.core.order import DataOrder
+from tenplexrun.datasets.dataset import Dataset
+from tenplexrun.datasets.megatron import Writer
+from tenplexrun.errors import ArenaFullError, DataError
+from tenplexrun.formats import open_dataset
+from tenplexrun.vfs import mixed
+from tenplexrun.vfs.farm import Farm
+from tenplexrun.vfs.nodes import Directory, File, Link
+from tenplexrun.vfs.view import fitting, tree
+from tenplexrun.vfs.window import window
+
+SAMPLES = 103
+GOING = threading.Event()
+
+
+def sizes() -> list[int]:
+    return np.random.default_rng(0).integers(1, 90, size=SAMPLES).tolist()
+
+
+def jsonl(folder: Path) -> str:
+    lines = [json.dumps({"number": number, "text": "x" * size}) for number, size in enumerate(sizes())]
+    (folder / "a.jsonl").write_bytes("\r\n".join(lines[:50]).encode())
+    (folder / "b.jsonl").write_bytes("\n".join(lines[50:]).encode())
+    return f"jsonl:{folder}"
+
+
+def tar(folder: Path) -> str:
+    with tarfile.open(folder / "a.tar", "w") as archive:
+        for number, size in enumerate(sizes()):
+            for suffix in ("txt", "cls"):
+                info = tarfile.TarInfo(f"{number:04d}.{suffix}")
+                info.size = size
+                archive.addfile(info, io.BytesIO(bytes([number]) * size))
+    return f"tar:{folder}"
+
+
+def tfrecord(folder: Path) -> str:
+    frames = [
+        size.to_bytes(8, "little") + b"len!" + bytes([number]) * size + b"crc!" for number, size in enumerate(sizes())
+    ]
+    (folder / "a.tfrecord").write_bytes(b"".join(frames))
+    return f"tfrecord:{folder}"
+
+
+def megatron(folder: Path) -> str:
+    with Writer(folder / "text", "uint16") as writer:
+        for number, size in enumerate(sizes()):
+            writer.add([number] * size)
+    return f"megatron:{folder}/text"
+
+
+def images(folder: Path) -> str:
+    """What is in them is not looked at."""
+    for number, size in enumerate(sizes()):
+        place = folder / ("cat", "dog", "")[number % 3] / ("deep" if number % 6 == 0 else "")
+        place.mkdir(parents=True, exist_ok=True)
+        (place / f"{number}.PNG").write_bytes(bytes([number]) * size)
+    return f"images:{folder}"
+
+
+def content(directory: Directory, name: str) -> bytes:
+    file = directory.entries[name]
+    assert isinstance(file, File)
+    return file.read(0, file.num_bytes)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    (tmp_path / "source").mkdir()
+    return tmp_path / "source"
+
+
+ORDER = DataOrder(SAMPLES, 5, 24, 4)
+
+
+@pytest.mark.parametrize("make", [jsonl, tar, tfrecord, megatron])
+def test_packs_are_files_of_their_format(
+    make: Callable[[Path], str], source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mixed, "PACK_BYTES", 2000)
+    monkeypatch.setattr(mixed, "EXTENT_BYTES", 4096)
+    monkeypatch.setattr(mixed, "_COPY_BYTES", 300)
+    spec = make(source)
+    samples = mixed.load(spec, tmp_path / "extents", GOING)
+    assert (samples.catalogue.num_samples, samples.catalogue.fingerprint) == (SAMPLES, open_dataset(spec).fingerprint())
+    shown = window(ORDER, 1, 2, 24)
+    directory = tree(shown, samples)
+    ids = shown.rows(0, shown.num_rows)[0]
+    packs = content(directory, "list.txt").decode().split()
+    index = json.loads(content(directory, "index.json"))
+    assert packs == [pack["name"] for pack in index["packs"]]
+    assert [pack["first_row"] for pack in index["packs"]] == [
+        sum(pack["rows"] for pack in index["packs"][:number]) for number in range(len(packs))
+    ]
+    assert index["rows"] == sum(pack["rows"] for pack in index["packs"]) == len(ids)
+    assert len(packs) > 1
+    assert all(len(content(directory, pack)) <= 2000 for pack in packs[:-1]) or make is tar
+    offsets = np.load(io.BytesIO(content(directory, "offsets.npy")))
+    whole = b"".join(content(directory, pack) for pack in packs)
+    assert (len(offsets), offsets[-1]) == (len(ids) + 1, len(whole))
+
+    # a pack is a dataset of the same format
+    again: Dataset | None = None
+    if make is not megatron:
+        (tmp_path / "packs").mkdir()
+        for name in packs:
+            (tmp_path / "packs" / name).write_bytes(content(directory, name))
+        again = open_dataset(f"{spec.partition(':')[0]}:{tmp_path}/packs")
+        assert len(again) == len(ids)
+    raw = open_dataset(spec)
+    for row, number in enumerate(ids.tolist()):
+        assert raw.raw(number) in whole[offsets[row] : offsets[row + 1]]
+        if again is not None:
+            assert again[row] == raw[number]
+
+    pack = directory.entries[packs[1]]
+    assert isinstance(pack, File)
+    data = content(directory, packs[1])
+    for offset in (0, 1, 99, len(data) - 1, len(data), len(data) + 5):
+        for count in (0, 1, 130, 10**6):
+            assert pack.read(offset, count) == data[offset : offset + count]
+
+    later = directory.hidden("epoch-3")
+    assert later is not None
+    assert np.load(io.BytesIO(content(later, "offsets.npy")))[-1] > 0
+    (source.rename(tmp_path / "gone"))  # copied once: not needed again, also after a restart
+    assert mixed.load(spec, tmp_path / "extents", GOING).catalogue == samples.catalogue
+
+
+def test_whole_files_are_links_by_class_and_row(source: Path, tmp_path: Path) -> None:
+    spec = images(source)
+    samples = mixed.load(spec, tmp_path / "extents", GOING)
+    shown = window(ORDER, 1, 2, 24)
+    directory = tree(shown, samples)
+    farm = Farm(tmp_path / "view")
+    farm.start()
+    farm.show("dp-0001", "round-1", directory, current=True)
+    place = tmp_path / "view" / "dp-0001" / "current"
+    names = (place / "list.txt").read_text().splitlines()
+    ids = np.load(place / "order.npy").tolist()
+    dataset = open_dataset(spec)
+    assert [(place / name).read_bytes() for name in names] == [dataset.raw(number) for number in ids]
+    assert all((place / name).is_symlink() for name in names)
+    found = [name.split("/") for name in names]
+    assert [parts[-1].partition("-")[0] for parts in found] == [f"{row:08d}" for row in range(len(ids))]
+    originals = [Path(dataset.where(number).partition(" at ")[0]) for number in ids]
+    assert [parts[-1].partition("-")[2] for parts in found] == [path.name for path in originals]
+    assert [parts[1:-1] for parts in found] == [[*path.relative_to(source).parts[:-1]][:1] for path in originals]
+    folders = sorted(path.name for path in (place / "files").iterdir() if path.is_dir())
+    assert folders == ["cat", "dog"]
+    assert sum(1 for path in (place / "files").rglob("*") if path.is_file()) == len(ids)
+    index = json.loads((place / "index.json").read_text())
+    assert (index["rows"], index["files"], index["samples"]["classes"]) == (len(ids), "files", folders)
+
+
+def test_a_class_without_a_row_keeps_its_folder(source: Path, tmp_path: Path) -> None:
+    """Else labels by the folders' order would be others on each rank."""
+    samples = mixed.load(images(source), tmp_path / "extents", GOING)
+    files = tree(window(DataOrder(SAMPLES, 5, 1, 1), 0, 1, SAMPLES - 1), samples).entries["files"]
+    assert isinstance(files, Directory)
+    assert {"cat", "dog"} <= set(files.entries)
+    links = [link for entry in files.entries.values() for link in getattr(entry, "entries", {"": entry}).values()]
+    assert len(links) == 1
+    assert isinstance(links[0], Link)
+
+
+@pytest.mark.parametrize("make", [jsonl, images])
+def test_a_farm_takes_as_many_steps_as_there_is_room_for(
+    make: Callable[[Path], str], source: Path, tmp_path: Path
+) -> None:
+    samples = mixed.load(make(source), tmp_path / "extents", GOING)
+    whole = window(ORDER, 0, 1, 0)
+    assert fitting(whole, samples, None) == fitting(whole, samples, 1 << 30) == whole
+    one = fitting(whole, samples, 1)
+    assert one.num_rows == 24
+    taken = samples.row_bytes(whole.rows(0, 48)[0]).sum() + 48 * 16
+    assert fitting(whole, samples, int(taken)).num_rows == 48
+    assert fitting(whole, samples, int(taken) - 1).num_rows == 24
+
+
+@pytest.mark.parametrize("make", [jsonl, images])
+def test_full_memory_and_stopping_leave_nothing(
+    make: Callable[[Path], str], source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, stop = make(source), threading.Event()
+    stop.set()
+    with pytest.raises(DataError, match="told to stop"):
+        mixed.load(spec, tmp_path / "extents", stop)
+    assert list((tmp_path / "extents").iterdir()) == []
+
+    def no_room(*_: object) -> list[int]:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(mixed, "_write_files", no_room)
+    monkeypatch.setattr(mixed, "_write_extents", no_room)
+    with pytest.raises(ArenaFullError, match=r"needs \d+ bytes of shared memory"):
+        mixed.load(spec, tmp_path / "extents", GOING)
+    assert list((tmp_path / "extents").iterdir()) == []
+
+
+def test_a_lost_extent_is_an_error_of_that_read(source: Path, tmp_path: Path) -> None:
+    samples = mixed.load(jsonl(source), tmp_path / "extents", GOING)
+    directory = tree(window(ORDER, 0, 1, 0), samples)
+    [lost] = (tmp_path / "extents").rglob("extent-*.bin")
+    lost.rename(tmp_path / "kept")
+    with pytest.raises(DataError, match="cannot map"):
+        content(directory, "pack-00000.jsonl")
+    (tmp_path / "kept").rename(lost)
+    assert len(content(directory, "pack-00000.jsonl").splitlines()) == SAMPLES + 1  # and one row of padding
