@@ -9,7 +9,7 @@ import ssl
 import time
 
 from tenplexrun.core.records import Record
-from tenplexrun.errors import PeerLostError
+from tenplexrun.errors import PeerLostError, WireError
 from tenplexrun.store.files import MappedFile
 from tenplexrun.store.wire import FrameReader
 
@@ -28,6 +28,17 @@ def tune(sock: socket.socket, timeout_s: float) -> None:
     sock.settimeout(timeout_s)
 
 
+def failure(what: str, error: OSError) -> WireError:
+    """The error to raise: the peer is lost, unless it, or this end, refuses to speak TLS with the other."""
+    ended = isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError)
+    if not isinstance(error, ssl.SSLError) or ended:
+        return PeerLostError(f"{what}: {error}")
+    return WireError(
+        f"{what}: {error}; all nodes need TLS, or none, and certificates (--tls-cert) that the authority of --tls-ca "
+        "has signed for their addresses"
+    )
+
+
 def receive_frame(sock: socket.socket, kind: int, timeout_s: float, first: bytes = b"") -> Record | None:
     """One frame's header, complete within `timeout_s` after its first bytes; None if the peer ended before them.
     `first`: what has been read of it already.
@@ -41,7 +52,7 @@ def receive_frame(sock: socket.socket, kind: int, timeout_s: float, first: bytes
         try:
             data = sock.recv(min(reader.needed, CHUNK_BYTES))
         except OSError as error:
-            raise PeerLostError(f"lost the peer while waiting for its message: {error}") from error
+            raise failure("lost the peer while waiting for its message", error) from error
         if not data and deadline is None:
             return None
         if not data:
@@ -61,7 +72,7 @@ def receive_into(sock: socket.socket, view: memoryview) -> None:
         try:
             count = sock.recv_into(view[position:])
         except OSError as error:
-            raise PeerLostError(f"lost the peer in the middle of a region: {error}") from error
+            raise failure("lost the peer in the middle of a region", error) from error
         if not count:
             raise PeerLostError("the peer closed the connection in the middle of a region")
         position += count

@@ -1,8 +1,9 @@
 """Pulls regions from peers' stores into a file of the arena, from all of them at once.
 
 Each source gets up to two streams. A region that a source did not deliver whole and with the right checksum is asked
-of its next holder. When all have been asked, those that went away or stalled in mid-stream are asked again for a while:
-a store that was killed is started again by its agent. Then the pull fails, and says what each of them did.
+of its next holder. When all have been asked, they are asked again, for what came may have been damaged on its way; and
+those that went away or stalled in mid-stream for a while longer: a store that was killed is started again by its agent.
+Then the pull fails, and says what each of them did.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from tenplexrun.core.snapshots import SnapshotId
 from tenplexrun.errors import ArenaFullError, PeerLostError, TenplexError, WireError
 from tenplexrun.store import wire
 from tenplexrun.store.files import MappedFile
-from tenplexrun.store.sockets import CHUNK_BYTES, receive_frame, receive_into, tune
+from tenplexrun.store.sockets import CHUNK_BYTES, failure, receive_frame, receive_into, tune
 
 STREAMS_PER_SOURCE = 2
 MAX_STREAMS = 32
@@ -36,6 +37,8 @@ BATCH_REGIONS = 4096
 BATCH_BYTES = 256 << 20
 CONNECT_TIMEOUT_S = 5.0
 AGAIN_S = 0.2
+TRIES = 3
+"""So often each holder is asked, whatever it sends: bytes may be damaged on their way."""
 
 
 Answer = TypeVar("Answer")
@@ -82,7 +85,9 @@ class Peers:
         """What `read` makes of the first good answer of one of `addresses`. Raises WireError with all reasons,
         PeerLostError where one of them may still answer."""
         reasons: dict[str, TenplexError] = {}
-        for address in dict.fromkeys(addresses):
+        for address in list(dict.fromkeys(addresses)) * TRIES:
+            if isinstance(reasons.get(address), PeerLostError):
+                continue  # whoever asks knows for how long it is worth it
             try:
                 with self.connect(address) as sock:
                     return read(self.request(sock, request))
@@ -103,25 +108,25 @@ class Peers:
         return self.ask(addresses, wire.GetLayout(digest), read)
 
     def connect(self, address: str) -> socket.socket:
-        """Raises PeerLostError when nothing listens there."""
+        """Raises PeerLostError when nothing listens there, WireError where TLS fails."""
         try:
             host, port = split_host_port(address)
             sock = socket.create_connection((host, port), min(self.timeout_s, CONNECT_TIMEOUT_S))
             if self.tls is not None:
                 sock = self.tls.wrap_socket(sock, server_hostname=host)
             tune(sock, self.timeout_s)
-        except ssl.CertificateError as error:
-            raise WireError(f"the store at {address} has no certificate for that address: {error}") from error
         except OSError as error:
-            raise PeerLostError(f"cannot reach the store at {address}: {error}") from error
+            raise failure(f"cannot reach the store at {address}", error) from error
         return sock
 
     def request(self, sock: socket.socket, request: wire.Request) -> Record:
         """Ask, and wait for the answer's header. Raises what the peer reported, PeerLostError when it is gone."""
         try:
             sock.sendall(wire.encode_request(self.token, request))
+        except ConnectionError:
+            pass  # what it said before it hung up is still to be read
         except OSError as error:
-            raise PeerLostError(f"lost the peer while asking: {error}") from error
+            raise failure("lost the peer while asking", error) from error
         header = receive_frame(sock, wire.ANSWER, self.timeout_s)
         if header is None:
             raise PeerLostError("the peer closed the connection without an answer")
@@ -178,9 +183,9 @@ class Pull:
         return part in self._checksums
 
     def _source(self, part: Part, attempt: int) -> str | None:
-        """Who is asked for it next: each holder in turn, then again those that went away; None if there are none."""
-        if attempt < len(part.addresses):
-            return part.addresses[attempt]
+        """Who is asked for it next: all holders in turn, then again those that went away; None if there are none."""
+        if attempt < len(part.addresses) * TRIES:
+            return part.addresses[attempt % len(part.addresses)]
         away = [address for address in part.addresses if address in self._away]
         return away[attempt % len(away)] if away else None
 

@@ -1,6 +1,7 @@
 """The protocol between stores, without any IO: bytes in, records out, and back.
 
-    frame    magic "TPXS" · version u16 · kind u16 · length u32 · header (`length` bytes of UTF-8 JSON, an object)
+    frame    magic "TPXS" · version u16 · kind u16 · length u32 · checksum u64
+             · header (`length` bytes of UTF-8 JSON, an object)
     request  (kind 1)  {"token", "op", ...}
                "read"      {"snapshot", "regions": [[fqn, region], ...]}
                "describe"  {"snapshot"}
@@ -11,8 +12,9 @@
                "describe"  {"ok": {"index": the index without claims and pieces}}
                "layout"    {"ok": {"layout": ...}}
 
-Numbers of the frame are in network order. A checksum is xxh3_64 and follows its bytes, so that neither end holds a
-region twice: the sender hashes what it sends, the receiver what has come, before it is put in place.
+Numbers of the frame are in network order. A checksum is xxh3_64. A frame's is that of its header. A region's
+follows its bytes, so that neither end holds a region twice: the sender hashes what it sends, the receiver what has
+come, before it is put in place.
 Whatever bytes come in, nothing but WireError comes out, and no more memory is asked for than the limits below.
 """
 
@@ -24,6 +26,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import xxhash
+
 from tenplexrun.core import records
 from tenplexrun.core.records import Record
 from tenplexrun.core.regions import Region
@@ -31,8 +35,8 @@ from tenplexrun.core.snapshots import SnapshotId
 from tenplexrun.errors import LayoutError, WireError, from_wire, to_wire
 
 MAGIC = b"TPXS"
-VERSION = 1
-PREFIX = struct.Struct("!4sHHI")
+VERSION = 2
+PREFIX = struct.Struct("!4sHHIQ")
 CHECKSUM = struct.Struct("!Q")
 REQUEST, ANSWER = 1, 2
 
@@ -75,6 +79,7 @@ class FrameReader:
         self._kind = kind
         self._buffer = bytearray()
         self._length: int | None = None
+        self._checksum = 0
 
     @property
     def needed(self) -> int:
@@ -88,13 +93,17 @@ class FrameReader:
             raise WireError(f"{len(data)} bytes were fed to a frame that needs {self.needed}; feed no more than that")
         self._buffer += data
         if self._length is None and len(self._buffer) >= PREFIX.size:
-            self._length = self._parse_prefix()
+            self._length, self._checksum = self._parse_prefix()
         if self._length is None or self.needed:
             return None
-        return _parse_object(bytes(self._buffer[PREFIX.size :]))
+        body = bytes(self._buffer[PREFIX.size :])
+        if xxhash.xxh3_64_intdigest(body) != self._checksum:
+            raise WireError("a message of the peer failed its checksum: it was damaged on its way")
+        return _parse_object(body)
 
-    def _parse_prefix(self) -> int:
-        magic, version, kind, length = PREFIX.unpack_from(self._buffer)
+    def _parse_prefix(self) -> tuple[int, int]:
+        """Length and checksum of the header."""
+        magic, version, kind, length, checksum = PREFIX.unpack_from(self._buffer)
         if magic != MAGIC:
             raise WireError(f"the peer does not speak tenplexrun's store protocol (it began with {bytes(magic)!r})")
         if version != VERSION:
@@ -103,7 +112,7 @@ class FrameReader:
             raise WireError(f"a frame of kind {kind} came where kind {self._kind} was due")
         if not 0 < length <= MAX_HEADER_BYTES:
             raise WireError(f"a header of {length} bytes is outside the limits (1 to {MAX_HEADER_BYTES})")
-        return int(length)
+        return int(length), int(checksum)
 
 
 def encode_request(token: str, request: Request) -> bytes:
@@ -165,7 +174,7 @@ def _frame(kind: int, header: Record) -> bytes:
     body = json.dumps(header, separators=(",", ":")).encode()
     if len(body) > MAX_HEADER_BYTES:
         raise WireError(f"a header of {len(body)} bytes is over the limit of {MAX_HEADER_BYTES}: ask for less at once")
-    return PREFIX.pack(MAGIC, VERSION, kind, len(body)) + body
+    return PREFIX.pack(MAGIC, VERSION, kind, len(body), xxhash.xxh3_64_intdigest(body)) + body
 
 
 def _parse_object(body: bytes) -> Record:

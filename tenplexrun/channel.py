@@ -195,13 +195,14 @@ class Caller:
 
         Raises what the server raised, WireError where it stays away or is silent too long.
         """
-        deadline = asyncio.get_running_loop().time() + RESTART_S
+        deadline = None  # from when it first was away: it may have hung for long before it was killed
         while True:
             try:
                 return await self._ask(op, timeout_s or self._timeout_s, args)
             except WireError:
-                gone = self._channel is None or self._channel.closed
-                if not gone or asyncio.get_running_loop().time() > deadline:
+                gone, now = self._channel is None or self._channel.closed, asyncio.get_running_loop().time()
+                deadline = now + RESTART_S if deadline is None else deadline
+                if not gone or now > deadline:
                     raise
             await asyncio.sleep(_RETRY_S)
 

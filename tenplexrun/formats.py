@@ -7,6 +7,9 @@
     parquet:/dir?columns=a,b                                  rows of tables
     tenplex:/path/index.txt                                   .npz samples by the index of the system Tenplex
 
+A path may be a URL of any protocol that fsspec knows: npy:http://host/x.npy, bytes:s3://bucket/dir?sample_bytes=129.
+The option `index` names what `tenplexctl data index` has stored (nothing: beside the data): then nothing is scanned.
+
 Shared by the view, which copies samples of one size into shared memory, and by training scripts, which read the others
 themselves. A percent sign and `?` in paths, `&`, `+` and `%` in options are percent-encoded, as in any URL.
 """
@@ -15,15 +18,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from urllib.parse import parse_qs, quote, unquote
 
 from tenplexrun.datasets import arrays, megatron, records, tables
 from tenplexrun.datasets.dataset import Dataset
-from tenplexrun.datasets.files import Options
+from tenplexrun.datasets.files import Options, Source
+from tenplexrun.datasets.index import SUFFIX, SampleIndex
+from tenplexrun.datasets.remote import is_url
 from tenplexrun.errors import DataError
 
 _FILES = ("glob", "exclude")
-_FORMATS: Mapping[str, tuple[Callable[[str, str, Options], Dataset], tuple[str, ...]]] = {
+_FORMATS: Mapping[str, tuple[Callable[[Source], Dataset], tuple[str, ...]]] = {
     "bytes": (arrays.open_bytes, (*_FILES, "sample_bytes")),
     "npy": (arrays.open_npy, _FILES),
     "npz": (arrays.open_npz, ("key",)),
@@ -41,10 +47,11 @@ def open_dataset(spec: str) -> Dataset:
     """List a dataset's files and count its samples. Raises DataError with what is wrong with `spec` or the files."""
     name, path, options = _parse(spec)
     opener, known = _FORMATS[name]
-    if unknown := sorted(set(options) - set(known)):
-        raise DataError(f"dataset {spec}: unknown options {unknown}; {name}: takes {list(known)}")
+    if unknown := sorted(set(options) - {*known, "index"}):
+        raise DataError(f"dataset {spec}: unknown options {unknown}; {name}: takes {[*known, 'index']}")
+    index = SampleIndex.load(index_path(spec)) if "index" in options else None
     try:
-        dataset = opener(spec, path, options)
+        dataset = opener(Source(spec, path, options, index))
     except FileNotFoundError as error:
         raise DataError(f"dataset {spec}: {error.filename or path} does not exist on this node") from error
     except OSError as error:
@@ -52,10 +59,15 @@ def open_dataset(spec: str) -> Dataset:
     if dataset.num_samples < 1 or (dataset.spans is None and dataset.sample_bytes < 1):
         kind = "sample" if dataset.spans is not None else f"sample of {dataset.sample_bytes}"
         found = (
-            f"{dataset.pieces.num_bytes} bytes found" if os.path.exists(path) else f"{path} does not exist on this node"
+            f"{dataset.pieces.num_bytes} bytes found"
+            if is_url(path) or os.path.exists(path)
+            else f"{path} does not exist on this node"
         )
         raise DataError(f"dataset {spec}: {found}, not one {kind}; check the path")
-    return dataset
+    if index is None:
+        return dataset
+    index.check(dataset)
+    return replace(dataset, known=index.fingerprint)
 
 
 def has_one_size(spec: str) -> bool:
@@ -85,16 +97,25 @@ def file_names(dataset: Dataset) -> list[str]:
     return found
 
 
-def file_path(spec: str) -> str:
-    """The path in a dataset's name. Raises DataError for what is none."""
-    return _parse(spec)[1]
+def index_path(spec: str) -> str:
+    """Where the index of the dataset that `spec` names is: what its option `index` says, else beside the data. Raises
+    DataError for no name."""
+    _, path, options = _parse(spec)
+    return options.get("index", [""])[-1] or path.rstrip("/") + SUFFIX
 
 
 def absolute(spec: str) -> str:
-    """`spec` with its path made absolute, so that processes with other working directories understand it."""
-    name, path, _ = _parse(spec)
+    """`spec` with its paths made absolute, so that processes with other working directories understand it."""
+    name, path, options = _parse(spec)
     _, mark, query = spec.partition("?")
-    return f"{name}:{quote(os.path.abspath(path))}{mark}{query}"
+    if index := options.get("index", [""])[-1]:
+        others = [part for part in query.split("&") if not part.startswith("index=")]
+        query = "&".join([*others, f"index={quote(_absolute(index), safe='/:')}"])
+    return f"{name}:{quote(_absolute(path), safe='/:')}{mark}{query}"
+
+
+def _absolute(path: str) -> str:
+    return path if is_url(path) else os.path.abspath(path)
 
 
 def _parse(spec: str) -> tuple[str, str, Options]:

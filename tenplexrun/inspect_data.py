@@ -10,7 +10,7 @@ import numpy as np
 from tenplexrun.datasets.dataset import Dataset
 from tenplexrun.datasets.index import SampleIndex
 from tenplexrun.errors import DataError
-from tenplexrun.formats import file_path, open_dataset
+from tenplexrun.formats import index_path, open_dataset
 
 _SHOWN = 10
 
@@ -30,7 +30,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def _index_path(args: argparse.Namespace) -> str:
-    return str(args.index or file_path(args.dataset).rstrip("/") + ".index.npz")
+    return str(args.index or index_path(args.dataset))
 
 
 def _index(args: argparse.Namespace) -> int:

@@ -132,7 +132,11 @@ class Node:
         self, host: str, hosting: Hosting, died: asyncio.Queue[Verdict], checkpoints: bool
     ) -> list[asyncio.Future[None]]:
         """Those of our processes that are started again."""
-        watches = [self._keep_alive(host, hosting, died), self._patrol("view", STRIKES, self._view_failed)]
+        watches = [
+            self._keep_alive(host, hosting, died),
+            self._patrol("view", STRIKES, self._view_failed),
+            self._patrol("store", STRIKES, self._store_failed),
+        ]
         if checkpoints:
             watches.append(self._patrol("checkpoints", LOADING_STRIKES, self._checkpoints_failed))
         return [asyncio.ensure_future(each) for each in watches]
@@ -253,7 +257,8 @@ class Node:
             "socket": str(self.node_dir / "store.sock"),
             "tls": self.spec.tls and self.spec.tls.to_json(),
         }
-        await self.processes.spawn("store", module_command("tenplexrun.store.server", json.dumps(config)))
+        command = module_command("tenplexrun.store.server", json.dumps(config))
+        self.pids["store"] = await self.processes.spawn("store", command)
 
     async def _start_view(self) -> None:
         config = {
@@ -292,6 +297,10 @@ class Node:
 
     def _view_failed(self, message: str) -> None:
         self.events.emit("view_failed", message=message)
+
+    def _store_failed(self, message: str) -> None:
+        self.events.emit("store_failed", message=message)
+        self.events.say(f"the tensor store of this node: {message}")
 
     def _checkpoints_failed(self, message: str) -> None:
         self.events.say(f"the checkpoint process of this node: {message}")

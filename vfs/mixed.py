@@ -98,7 +98,7 @@ class Files:
     def entries(self, shown: Window) -> tuple[dict[str, Node], dict[str, Any]]:
         folders: dict[str, dict[str, Node]] = {name: {} for name in ("", *(self.catalogue.classes or ()))}
         lines = []
-        for row, number in enumerate(shown.rows(0, shown.num_rows)[0].tolist()):
+        for row, number in enumerate(shown.ids(0, shown.num_rows).tolist()):
             folder, slash, name = self._names[number]
             name = f"{row:08d}-{name}"
             folders[folder][name] = self._links[number]
@@ -121,7 +121,7 @@ class Packs:
         return self._starts[ids + 1] - self._starts[ids]
 
     def entries(self, shown: Window) -> tuple[dict[str, Node], dict[str, Any]]:
-        ids, _ = shown.rows(0, shown.num_rows)
+        ids = shown.ids(0, shown.num_rows)
         offsets = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(self.row_bytes(ids))])
         packs = pack_index(_cut(offsets), self.catalogue.suffix)
         entries: dict[str, Node] = {
@@ -215,9 +215,9 @@ def _read(dataset: Dataset, framing: Framing, stop: threading.Event) -> Iterator
             raise DataError(f"dataset {dataset.spec}: the view was told to stop while it copied the samples")
         if _has_places(dataset):
             places = [(begin - framing.before, end + framing.after) for begin, end in map(dataset.span, numbers)]
-            found = [dataset.pieces.read(begin, end - begin) for begin, end in places]
+            found = dataset.pieces.read_many(places)
         else:
-            found = [dataset.raw(number) for number in numbers]
+            found = dataset.raw_many(numbers)
         yield [raw + framing.ending for raw in found]
 
 

@@ -112,13 +112,13 @@ class Mount(pyfuse3.Operations):  # type: ignore[misc]
             self._root.listed[group] = self._grow(Directory({}))
         self._put(group, name, directory)
         if current:
-            self._put(group, "current", Link(name))
+            self._put(group, "current", Link(name, moves=True))
 
     def drop(self, group: str, name: str) -> None:
         """Forget `group`/`name`; files of it that are open stay readable."""
         shelf = self._root.listed[group].listed
         self._detach(shelf.pop(name, None))
-        if "current" in shelf and shelf["current"].node == Link(name):
+        if "current" in shelf and shelf["current"].node == Link(name, moves=True):
             self._detach(shelf.pop("current"))
 
     def _put(self, group: str, name: str, node: Node) -> None:
@@ -190,7 +190,7 @@ class Mount(pyfuse3.Operations):  # type: ignore[misc]
             entry.st_blocks = -(-node.num_bytes // 512)
         elif isinstance(node, Link):
             entry.st_mode, entry.st_size = stat.S_IFLNK | 0o777, len(os.fsencode(node.target))
-            entry.entry_timeout = 0  # `current` points elsewhere in the next round
+            entry.entry_timeout = 0 if node.moves else _CACHE_S
         else:
             entry.st_mode, entry.st_nlink = stat.S_IFDIR | 0o555, 2
             entry.entry_timeout = entry.attr_timeout = _FRESH_S
@@ -254,7 +254,7 @@ class Mount(pyfuse3.Operations):  # type: ignore[misc]
         return pyfuse3.FileInfo(fh=inode)  # cached by the kernel, never direct_io: that would refuse mmap
 
     @_guarded
-    async def read(self, fh: int, off: int, size: int) -> bytes:
+    async def read(self, fh: int, off: int, size: int) -> bytes | memoryview:
         node = self._inode(fh).node
         if not isinstance(node, File):
             raise pyfuse3.FUSEError(errno.EISDIR)

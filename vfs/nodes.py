@@ -22,17 +22,20 @@ class File:
     BlockingIOError, `wait` does the same, and takes its time."""
 
     num_bytes: int
-    read: Callable[[int, int], bytes]
-    wait: Callable[[int, int], bytes] | None = None
+    read: Callable[[int, int], bytes | memoryview]
+    wait: Callable[[int, int], bytes | memoryview] | None = None
 
-    def read_all(self, offset: int, count: int) -> bytes:
+    def read_all(self, offset: int, count: int) -> bytes | memoryview:
         """However long it takes."""
         return (self.wait or self.read)(offset, count)
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
+    """If it `moves`, it is read anew each time."""
+
     target: str
+    moves: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,14 +93,15 @@ def line_file(number: int, times: int, last: int) -> File:
 def record_file(header: bytes, num_rows: int, row_bytes: int, rows: _Rows) -> File:
     """A header, then `num_rows` records of `row_bytes` each; `rows(first, count)` computes some of them."""
 
-    def read(offset: int, count: int) -> bytes:
+    def read(offset: int, count: int) -> bytes | memoryview:
         begin = max(0, offset - len(header))
         end = min(max(0, offset + count - len(header)), num_rows * row_bytes)
         part = header[offset : offset + count]
         if begin >= end:
             return part
         first, last = begin // row_bytes, -(-end // row_bytes)
-        data = rows(first, last - first).tobytes()
-        return part + data[begin - first * row_bytes : end - first * row_bytes]
+        data = np.ascontiguousarray(rows(first, last - first)).reshape(-1).view(np.uint8).data
+        found = data[begin - first * row_bytes : end - first * row_bytes]
+        return part + found if part else found  # of a pack not one byte is copied for nothing
 
     return File(len(header) + num_rows * row_bytes, read)

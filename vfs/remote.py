@@ -5,22 +5,16 @@ from __future__ import annotations
 import copy
 import dataclasses
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from tenplexrun.core.order import Ids
 from tenplexrun.datasets.dataset import Dataset
-from tenplexrun.errors import DataError
 from tenplexrun.formats import open_dataset
 
 THREADS = 16
-PAUSES_S = (0.1, 0.5, 2.0)
-"""Before what could not be read is read again."""
-T = TypeVar("T")
 
 
 class Remote:
@@ -32,7 +26,6 @@ class Remote:
         self._opened: Dataset | None = None
         self._opening = threading.Lock()
         self._pool = ThreadPoolExecutor(THREADS, "remote")
-        self._stopping = threading.Event()
 
     @property
     def dataset(self) -> Dataset:
@@ -43,32 +36,21 @@ class Remote:
             return self._opened
 
     def read(self, offset: int, num_bytes: int) -> bytes:
-        """Bytes of the samples laid end to end. Raises DataError, after a few attempts."""
-        return self._persistently(lambda: self._own().read(offset, num_bytes))
+        """Bytes of the samples laid end to end. Raises DataError."""
+        return self._own().read(offset, num_bytes)
 
     def gather(self, ids: Ids) -> npt.NDArray[np.uint8]:
-        """Samples [n, sample_bytes], many read at once: remote files answer late. Raises DataError as `read`."""
+        """Samples [n, sample_bytes], many read at once: remote files answer late. Raises DataError."""
 
         def part(some: Ids) -> npt.NDArray[np.uint8]:
-            rows = self._persistently(lambda: self._own().gather(some))
-            return np.ascontiguousarray(rows).view(np.uint8).reshape(len(some), -1)
+            return np.ascontiguousarray(self._own().gather(some)).view(np.uint8).reshape(len(some), -1)
 
+        if self.dataset.pieces.remote:  # it sees to that itself
+            return part(ids)
         return np.concatenate([*self._pool.map(part, np.array_split(ids, min(THREADS, len(ids))))])
 
     def stop(self) -> None:
-        """Let go of what waits."""
-        self._stopping.set()
         self._pool.shutdown(wait=False, cancel_futures=True)
-
-    def _persistently(self, work: Callable[[], T]) -> T:
-        for pause in PAUSES_S:
-            if self._stopping.is_set():
-                raise DataError(f"dataset {self.spec}: the view was told to stop while it read samples")
-            try:
-                return work()
-            except DataError:
-                self._stopping.wait(pause)
-        return work()
 
     def _own(self) -> Dataset:
         if not hasattr(self._local, "dataset"):

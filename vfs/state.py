@@ -58,7 +58,10 @@ class Snapshots:
                     continue  # gone: there is a newer one, or none
                 if record["committed"]:
                     name = str(record["snapshot"]["step"])
-                    self._shown, self._entries = found, {name: Live(_Once(self._arena, record)), "current": Link(name)}
+                    self._shown, self._entries = (
+                        found,
+                        {name: Live(_Once(self._arena, record)), "current": Link(name, moves=True)},
+                    )
                     return self._entries
             self._shown, self._entries = None, {}
             return self._entries

@@ -68,8 +68,8 @@ def tree(shown: Window, samples: Samples) -> Directory:
     entries, about = _alike(shown, samples) if isinstance(samples, Extents) else samples.entries(shown)
     entries["batch-sizes.txt"] = line_file(shown.batch_sizes[0], shown.full_steps, shown.batch_sizes[1])
     num_rows = (shown.num_rows,)
-    entries["order.npy"] = array_file(num_rows, np.dtype(np.int64), lambda first, count: shown.rows(first, count)[0])
-    entries["weights.npy"] = array_file(num_rows, np.dtype(float), lambda first, count: shown.rows(first, count)[1])
+    entries["order.npy"] = array_file(num_rows, np.dtype(np.int64), shown.ids)
+    entries["weights.npy"] = array_file(num_rows, np.dtype(float), shown.weights)
     entries["cursor.json"] = json_file(_cursor(shown))
     entries["index.json"] = json_file({"version": VERSION, "rows": shown.num_rows, **about})
     return Directory(entries, lambda name: _later(shown, samples, name))
@@ -81,7 +81,7 @@ def fitting(shown: Window, samples: Samples, limit_bytes: int | None) -> Window:
         return shown
     if isinstance(samples, Extents):
         return shown.cut(limit_bytes // (samples.catalogue.sample_bytes + _ROW_BYTES))
-    taken = np.cumsum(samples.row_bytes(shown.rows(0, shown.num_rows)[0]) + _ROW_BYTES)
+    taken = np.cumsum(samples.row_bytes(shown.ids(0, shown.num_rows)) + _ROW_BYTES)
     return shown.cut(int(np.searchsorted(taken, limit_bytes, "right")))
 
 
@@ -127,7 +127,7 @@ class _Pack:
 
     def __call__(self, first: int, count: int) -> npt.NDArray[Any]:
         row = self.first + first
-        return self.extents.gather(self.shown.rows(row, count)[0], self.shown.begin_of(row), self.wait)
+        return self.extents.gather(self.shown.ids(row, count), self.shown.begin_of(row), self.wait)
 
 
 def _cursor(shown: Window) -> dict[str, Any]:

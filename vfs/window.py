@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 
 from tenplexrun.core.order import DataOrder, Ids, Share, Weights, deal
+
+_BLOCK_ROWS = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,18 +38,37 @@ class Window:
         full, tail = self.batch_sizes
         return full * self.full_steps + tail
 
-    def rows(self, first: int, count: int) -> tuple[Ids, Weights]:
-        """Sample ids and weights of the rows [first, first + count)."""
-        order = self.order
-        full, tail = self._deal(order.global_batch), self._deal(self.tail_rows)
-        row = np.arange(first, first + count, dtype=np.int64)
-        step = np.minimum(row // full.rows, self.full_steps)
-        within = row - step * full.rows
+    def ids(self, first: int, count: int) -> Ids:
+        """Sample ids of the rows [first, first + count). Not to be written to."""
+        if not count:
+            return np.empty(0, dtype=np.int64)
+        blocks = range(first // _BLOCK_ROWS, (first + count - 1) // _BLOCK_ROWS + 1)
+        found = [_ids_of_block(self, number) for number in blocks]
+        skipped = first - blocks[0] * _BLOCK_ROWS
+        return (found[0] if len(found) == 1 else np.concatenate(found))[skipped : skipped + count]
+
+    def weights(self, first: int, count: int) -> Weights:
+        """Weights of these rows."""
+        full, tail = self._deal(self.order.global_batch), self._deal(self.tail_rows)
+        step, within = self._steps(first, count)
         last = step == self.full_steps
-        positions = self.start + step * order.global_batch + np.where(last, tail.offsets(within), full.offsets(within))
         real = within < np.where(last, tail.real, full.real)
-        size = np.where(last, max(self.tail_rows, 1), order.global_batch)
-        return order.sample_at(positions), np.where(real, self.dp_size / size, 0.0)
+        size = np.where(last, max(self.tail_rows, 1), self.order.global_batch)
+        return np.where(real, self.dp_size / size, 0.0)
+
+    def positions(self, first: int, count: int) -> Ids:
+        """Where these rows are in the global order."""
+        full, tail = self._deal(self.order.global_batch), self._deal(self.tail_rows)
+        step, within = self._steps(first, count)
+        offsets = np.where(step == self.full_steps, tail.offsets(within), full.offsets(within))
+        return self.start + step * self.order.global_batch + offsets
+
+    def _steps(self, first: int, count: int) -> tuple[Ids, Ids]:
+        """The step of each row, and which of its rows it is."""
+        row = np.arange(first, first + count, dtype=np.int64)
+        full, _ = self.batch_sizes
+        step = np.minimum(row // full, self.full_steps)
+        return step, row - step * full
 
     def begin_of(self, row: int) -> int:
         """Where the step of a row begins in the order."""
@@ -82,3 +104,9 @@ def window(order: DataOrder, dp_rank: int, dp_size: int, consumed: int) -> Windo
     elif order.tail == "drop":
         tail = 0
     return Window(order, dp_rank, dp_size, start, full, tail)
+
+
+@lru_cache(maxsize=128)  # files are read from their beginning; to permute few places takes as long as to permute many
+def _ids_of_block(shown: Window, number: int) -> Ids:
+    first = number * _BLOCK_ROWS
+    return shown.order.sample_at(shown.positions(first, min(_BLOCK_ROWS, shown.num_rows - first)))

@@ -4,59 +4,64 @@ from __future__ import annotations
 
 import io
 import math
-import os
 import zipfile
 from typing import IO, Any
 
 import numpy as np
 
 from tenplexrun.datasets.dataset import Dataset, Piece, Pieces
-from tenplexrun.datasets.files import Options, list_files, option, positive, whole
+from tenplexrun.datasets.files import Source, open_file, whole
 from tenplexrun.errors import DataError
+
+_HEADER_BYTES = 1 << 16
+"""An array's header is never longer."""
 
 _Rows = tuple[str, tuple[int, ...], Piece]
 """dtype, shape of all rows, and where they are."""
 
 
-def open_bytes(spec: str, path: str, options: Options) -> Dataset:
+def open_bytes(source: Source) -> Dataset:
     """The files in sorted order, end to end, cut into records of `sample_bytes`."""
-    size = positive(spec, options, "sample_bytes", 129)
-    pieces = Pieces([whole(name) for name in list_files(path, options)])
-    return Dataset(spec, pieces.num_bytes // size, "|u1", (size,), pieces)
+    size = source.positive("sample_bytes", 129)
+    pieces = Pieces(source.files())
+    return Dataset(source.spec, pieces.num_bytes // size, "|u1", (size,), pieces)
 
 
-def open_npy(spec: str, path: str, options: Options) -> Dataset:
+def open_npy(source: Source) -> Dataset:
     """The rows of one .npy file, or of all in a folder, which must be of one type and shape."""
-    found = []
-    for name in list_files(path, options, "**/*.npy") if os.path.isdir(path) else [path]:
-        with open(name, "rb") as file:
-            found.append(_rows(spec, name, file, 0))
+    spec, found = source.spec, []
+    for piece in source.files("**/*.npy"):
+        with open_file(piece.path, _HEADER_BYTES) as file:
+            found.append(_rows(spec, piece, file, 0))
     if len({(dtype, shape[1:]) for dtype, shape, _ in found}) > 1:
         raise DataError(f"dataset {spec}: the arrays differ in type or in the shape of a row; name one kind with glob=")
     return _dataset(spec, found)
 
 
-def open_npz(spec: str, path: str, options: Options) -> Dataset:
+def open_npz(source: Source) -> Dataset:
     """The rows of one array of an uncompressed .npz file: the option `key`, or its only one."""
+    spec, path = source.spec, source.path
     try:
-        with zipfile.ZipFile(path) as archive:
+        with open_file(path, _HEADER_BYTES) as file, zipfile.ZipFile(file) as archive:
             names = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
-            key = option(options, "key", next(iter(names)) if len(names) == 1 else "")
+            key = source.option("key", next(iter(names)) if len(names) == 1 else "")
             if key not in names:
                 raise DataError(f"dataset {spec}: name an array of the file with key=, one of {', '.join(names)}")
             if names[key].compress_type != zipfile.ZIP_STORED:
                 raise DataError(f"dataset {spec}: {key} is compressed, so rows have no place; save it with numpy.savez")
-            with archive.open(names[key]) as member, open(path, "rb") as file:
-                file.seek(names[key].header_offset + 26)
-                lengths = np.frombuffer(file.read(4), dtype="<u2")  # of the name and the extra field that follow
-                start = names[key].header_offset + 30 + int(lengths.sum())
-                return _dataset(spec, [_rows(spec, path, member, start)])
+            with archive.open(names[key]) as member:
+                header = member.read(_HEADER_BYTES)
+            file.seek(names[key].header_offset + 26)
+            lengths = np.frombuffer(file.read(4), dtype="<u2")  # of the name and the extra field that follow
+            start = names[key].header_offset + 30 + int(lengths.sum())
+            return _dataset(spec, [_rows(spec, whole(path), io.BytesIO(header), start)])
     except zipfile.BadZipFile as error:
         raise DataError(f"dataset {spec}: not an .npz file: {error}") from error
 
 
-def _rows(spec: str, path: str, file: IO[bytes], start: int) -> _Rows:
-    """Read the header of an array that begins at byte `start` of the file `path`."""
+def _rows(spec: str, whole: Piece, file: IO[bytes], start: int) -> _Rows:
+    """Read the header of an array that begins at byte `start` of the file that is `whole`, from `file` that stands
+    there."""
     try:
         version = np.lib.format.read_magic(file)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
@@ -66,9 +71,9 @@ def _rows(spec: str, path: str, file: IO[bytes], start: int) -> _Rows:
     if not shape or dtype.names or dtype.hasobject or (fortran and len(shape) > 1):
         raise DataError(f"dataset {spec}: not a plain array of rows in C order; save one with numpy.save")
     num_bytes = math.prod(shape) * dtype.itemsize
-    piece = Piece(path, start + file.tell(), num_bytes)
-    if os.stat(path).st_size < piece.offset + num_bytes:
-        raise DataError(f"dataset {spec}: {path} is shorter than its header says; copy it again")
+    piece = Piece(whole.path, start + file.tell(), num_bytes)
+    if whole.num_bytes < piece.offset + num_bytes:
+        raise DataError(f"dataset {spec}: {whole.path} is shorter than its header says; copy it again")
     return dtype.str, shape, piece
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tenplexrun.datasets.dataset import Dataset, Ids, Piece, Pieces, Spans
-from tenplexrun.datasets.files import Options, positive
+from tenplexrun.datasets.files import Source, read_file, size_of
 from tenplexrun.errors import DataError
 
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -41,7 +41,7 @@ class Index:
     @classmethod
     def read(cls, path: str) -> Index:
         """Raises DataError when the file is none, or cut off."""
-        data = Path(path).read_bytes()
+        data = read_file(path)
         if len(data) < _HEADER.size or not data.startswith(_MAGIC):
             raise DataError(f"{path} is no index of Megatron-LM's; give the prefix of a .bin and .idx pair")
         _, version, code, num_sequences, num_documents = _HEADER.unpack_from(data)
@@ -108,23 +108,23 @@ class _Tokens:
         return np.frombuffer(bytearray(raw), dtype=self.dtype)
 
 
-def open_megatron(spec: str, path: str, options: Options) -> Dataset:
+def open_megatron(source: Source) -> Dataset:
     """With `seq_length` S, samples of S + 1 tokens that cross documents, each beginning with the last token of the one
     before, as Megatron-LM's GPT dataset cuts them from its documents in order; without, a sample is a sequence."""
-    prefix = path.removesuffix(".idx").removesuffix(".bin")
+    spec, prefix = source.spec, source.path.removesuffix(".idx").removesuffix(".bin")
     index = Index.read(f"{prefix}.idx")
-    size, num_bytes = index.dtype.itemsize, os.stat(f"{prefix}.bin").st_size
+    size, num_bytes = index.dtype.itemsize, size_of(f"{prefix}.bin")
     ends = index.pointers + index.lengths.astype(np.int64) * size
     if len(ends) and int(ends.max()) > num_bytes:
         raise DataError(
             f"dataset {spec}: {prefix}.bin has {num_bytes} bytes, its index speaks of {ends.max()}; copy it again"
         )
-    if "seq_length" not in options:
+    if "seq_length" not in source.options:
         pieces, note = Pieces([Piece(f"{prefix}.bin", 0, num_bytes)]), f"tokens {index.dtype.str}"
         return Dataset(
             spec, len(ends), "", (), pieces, spans=Spans(index.pointers, ends, _Tokens(index.dtype)), note=note
         )
-    length = positive(spec, options, "seq_length", 2048)
+    length = source.positive("seq_length", 2048)
     if not (index.pointers[1:] == ends[:-1]).all():
         raise DataError(
             f"dataset {spec}: its sequences are not end to end in the .bin file; read them without seq_length"

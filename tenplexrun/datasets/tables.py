@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import bisect
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from tenplexrun.datasets.dataset import Dataset, Pieces, Spans
-from tenplexrun.datasets.files import Options, list_files, option, whole
+from tenplexrun.datasets.files import Source, open_file
+from tenplexrun.datasets.remote import is_url
 from tenplexrun.errors import DataError
 
 _KEPT_GROUPS = 32
@@ -32,7 +34,7 @@ class RowGroups:
         self._kept: dict[int, Any] = {}
         self.num_rows = 0
         for path in paths:
-            metadata = parquet.read_metadata(path)
+            metadata = parquet.read_metadata(_file(path))
             for group in range(metadata.num_row_groups):
                 self._groups.append((path, group))
                 self._firsts.append(self.num_rows)
@@ -57,10 +59,15 @@ class RowGroups:
             while len(self._kept) >= _KEPT_GROUPS:
                 self._kept.pop(next(iter(self._kept)))
             path, own = self._groups[group]
-            with self._read(path) as file:
+            with self._read(_file(path)) as file:
                 self._kept[group] = file.read_row_group(own, columns=self._columns)
         [found] = self._kept[group].slice(row, 1).to_pylist()
         return dict(found)
+
+
+def _file(path: str) -> Any:
+    """What pyarrow reads from."""
+    return open_file(path) if is_url(path) else path
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +79,15 @@ class Table(Dataset):
     def __getitem__(self, number: int) -> dict[str, Any]:
         return self.rows.row(range(self.num_samples)[number])
 
+    def __getitems__(self, numbers: Sequence[int]) -> list[dict[str, Any]]:
+        return [self[number] for number in numbers]
+
     def raw(self, number: int) -> bytes:
         """The row as JSON, since its stored bytes are shared with others."""
         return json.dumps(self.rows.row(number), default=repr).encode()
+
+    def raw_many(self, numbers: Sequence[int]) -> list[bytes]:
+        return [self.raw(number) for number in numbers]
 
     def where(self, number: int) -> str:
         return self.rows.where(number)
@@ -84,18 +97,18 @@ def _as_json(raw: bytes, _: int) -> Any:
     return json.loads(raw)
 
 
-def open_parquet(spec: str, path: str, options: Options) -> Dataset:
+def open_parquet(source: Source) -> Dataset:
     """A sample is a row, {column: value}, of the columns that the option `columns` names (a,b), or of all."""
     try:
         from pyarrow import ArrowException
     except ImportError as error:
         raise DataError("parquet needs pyarrow: pip install 'tenplexrun[parquet]'") from error
-    columns = option(options, "columns", "").split(",") if "columns" in options else None
-    paths = list_files(path, options, "**/*.parquet")
+    columns = source.option("columns", "").split(",") if "columns" in source.options else None
+    files = source.files("**/*.parquet")
     try:
-        rows = RowGroups(paths, columns)
+        rows = RowGroups([piece.path for piece in files], columns)
     except (ArrowException, ValueError) as error:
-        raise DataError(f"dataset {spec}: not a Parquet file: {error}") from error
+        raise DataError(f"dataset {source.spec}: not a Parquet file: {error}") from error
     nowhere = np.empty(0, dtype=np.int64)
-    pieces, spans = Pieces([whole(name) for name in paths]), Spans(nowhere, nowhere, _as_json)
-    return Table(spec, rows.num_rows, "", (), pieces, spans=spans, note=f"{columns}", rows=rows)
+    pieces, spans = Pieces(files), Spans(nowhere, nowhere, _as_json)
+    return Table(source.spec, rows.num_rows, "", (), pieces, spans=spans, note=f"{columns}", rows=rows)

@@ -355,7 +355,12 @@ def test_server_outlives_nonsense(nodes: Nodes) -> None:
     node = nodes.add("a")
     snapshot = node.hold(ONE, (0,))
     host, port = node.address.split(":")
-    for nonsense in (b"GET / HTTP/1.1\r\n\r\n", b"\0" * 100, wire.PREFIX.pack(wire.MAGIC, 1, 1, 5) + b"[1,2]", b"T"):
+    for nonsense in (
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\0" * 100,
+        wire.PREFIX.pack(wire.MAGIC, wire.VERSION, 1, 5, 0) + b"[1,2]",
+        b"T",
+    ):
         # It may hang up before it is told all.
         with contextlib.suppress(OSError), socket.create_connection((host, int(port)), 5.0) as sock:
             sock.sendall(nonsense)

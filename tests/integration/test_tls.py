@@ -87,6 +87,18 @@ def test_who_is_not_of_the_job_gets_nothing(source: tuple[Arena, int], files: Pa
     assert Peers("secret", 5.0, tls(files, "two").client()).ask([f"127.0.0.1:{port}"], request, dict)
 
 
+def test_a_wrong_certificate_ends_a_pull_at_once(source: tuple[Arena, int], files: Path, tmp_path: Path) -> None:
+    """It is no peer that went away, which would be asked again for a while."""
+    arena, port = source
+    (index,) = arena.snapshots()
+    fetch = {"fqn": "rows", "source": "a", "region": [[0, 0], [1500, 1001]], "num_bytes": 1500 * 1001 * 8}
+    record = {"snapshot": index.snapshot.to_json(), "layout": LAYOUT.to_json(), "claim": ONE.to_json()}
+    order = Order.from_json({**record, "fetches": [{**fetch, "address": f"127.0.0.1:{port}"}]})
+    peers = Peers("secret", 600.0, tls(files, "stranger").client())
+    with pytest.raises(WireError, match=r"alert unknown ca.*--tls-cert"):
+        PullJob(Arena.open(tmp_path / "target"), peers, order, patience_s=600.0).run()
+
+
 def test_curl_by_tls(source: tuple[Arena, int], files: Path) -> None:
     argv = ["curl", "-sSf", "--max-time", "60", "--cacert", str(files / "ca.pem"), "--cert", str(files / "two.pem")]
     argv += ["--key", str(files / "two.key"), "-H", "Authorization: Bearer secret"]

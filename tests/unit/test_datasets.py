@@ -199,7 +199,7 @@ def test_tenplex_index(tmp_path: Path) -> None:
     for text, message in (
         (good.rsplit(" ", 1)[0], "not an index of Tenplex's"),
         (good + "0 1\n", "more lines than it announces"),
-        (good.replace("b.npzs", "https://example.org/b.npzs"), "download it"),
+        (good.replace("b.npzs", "no-such://example.org/b.npzs"), "install fsspec and its package"),
         (good.rsplit(" ", 1)[0] + " 99999\n", "samples outside"),
         (json.dumps({}), "not an index of Tenplex's"),
         (good.replace("b.npzs", "c.npzs"), r"c\.npzs does not exist"),

@@ -30,7 +30,7 @@ def extents(tmp_path: Path) -> Extents:
 def content(directory: Directory, name: str) -> bytes:
     file = directory.entries[name]
     assert isinstance(file, File)
-    return file.read(0, file.num_bytes)
+    return bytes(file.read(0, file.num_bytes))
 
 
 def walked(order: DataOrder, consumed: int, rank: int, size: int) -> tuple[list[int], list[float], list[int], int]:
@@ -65,9 +65,8 @@ def test_rows_of_a_window_are_those_of_its_steps(
     shown = window(order, rank, size, consumed)
     ids, weights, sizes, end = walked(order, consumed, rank, size)
     assert (shown.num_rows, shown.end) == (len(ids), end)
-    found_ids, found_weights = shown.rows(0, shown.num_rows)
-    assert found_ids.tolist() == ids
-    assert found_weights.tolist() == weights
+    assert shown.ids(0, shown.num_rows).tolist() == ids
+    assert shown.weights(0, shown.num_rows).tolist() == weights
     full, tail_rows = shown.batch_sizes
     assert [full] * shown.full_steps + [tail_rows] * (shown.tail_rows > 0) == sizes
     later = shown.at_epoch(order.epoch_of(shown.start) + 3)
@@ -135,8 +134,9 @@ def test_huge_datasets_cost_nothing_to_show() -> None:
     order = DataOrder(10**12, 5, 512, 4)
     shown = window(order, 3, 7, 10**12 + 512)
     assert shown.num_rows > 10**11
-    ids, _ = shown.rows(shown.num_rows - 5, 5)
-    assert ids.shape == (5,)
+    assert shown.ids(shown.num_rows - 5, 5).shape == (5,)
+    around = shown.ids(3 * 8192 - 4, 8)  # over the edge of a block
+    assert around.tolist() == order.sample_at(shown.positions(3 * 8192 - 4, 8)).tolist()
 
 
 def test_farm_writes_the_same_files(extents: Extents, tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def images(folder: Path) -> str:
 def content(directory: Directory, name: str) -> bytes:
     file = directory.entries[name]
     assert isinstance(file, File)
-    return file.read(0, file.num_bytes)
+    return bytes(file.read(0, file.num_bytes))
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def test_packs_are_files_of_their_format(
     assert (samples.catalogue.num_samples, samples.catalogue.fingerprint) == (SAMPLES, open_dataset(spec).fingerprint())
     shown = window(ORDER, 1, 2, 24)
     directory = tree(shown, samples)
-    ids = shown.rows(0, shown.num_rows)[0]
+    ids = shown.ids(0, shown.num_rows)
     packs = content(directory, "list.txt").decode().split()
     index = json.loads(content(directory, "index.json"))
     assert packs == [pack["name"] for pack in index["packs"]]
@@ -187,7 +187,7 @@ def test_a_farm_takes_as_many_steps_as_there_is_room_for(
     assert fitting(whole, samples, None) == fitting(whole, samples, 1 << 30) == whole
     one = fitting(whole, samples, 1)
     assert one.num_rows == 24
-    taken = samples.row_bytes(whole.rows(0, 48)[0]).sum() + 48 * 16
+    taken = samples.row_bytes(whole.ids(0, 48)).sum() + 48 * 16
     assert fitting(whole, samples, int(taken)).num_rows == 48
     assert fitting(whole, samples, int(taken) - 1).num_rows == 24
 
