@@ -15,12 +15,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tenplexrun.agent import dataset_memory
+from tenplexrun.agent.bulletin import Bulletin
 from tenplexrun.agent.decider import Decider
 from tenplexrun.agent.desk import Desk
 from tenplexrun.agent.hosting import LEAVE_TIMEOUT_S, URGENT_S
 from tenplexrun.agent.links import is_gone
 from tenplexrun.agent.outage import PERSIST_S, Patience
-from tenplexrun.agent.rendezvous import Held, bury, join_run, leave_run, resume
+from tenplexrun.agent.rendezvous import Charter, Held, bury, join_run, leave_run, resume
 from tenplexrun.agent.session import NodeServices, Session
 from tenplexrun.agent.signals import Signals
 from tenplexrun.agent.state_files import FilesSession
@@ -40,15 +41,15 @@ ENDING_THE_JOB = (signal.SIGINT, signal.SIGQUIT)
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What the composition root hands over. `hosted`: nodes of the job host the coordination store. `proof`: of the
-    token."""
+    """What the composition root hands over. `hosted`: nodes of the job host the coordination store. `charter`: what
+    all nodes must have in common."""
 
     run_id: str
     member: Member
     settings: Settings
     lease_s: float
     hosted: bool
-    proof: str
+    charter: Charter
 
 
 class Agent:
@@ -106,9 +107,8 @@ class Agent:
     async def _join(self) -> None:
         """Become a member, as a new node each time."""
         launch, services, member = self._launch, self._services, self._member
-        self._folder, self._lease = await join_run(
-            self._coordination, launch.run_id, member, launch.lease_s, is_gone, self._folder, launch.proof
-        )
+        place = (launch.run_id, member, launch.lease_s, is_gone, self._folder, launch.charter, services.events.say)
+        self._folder, self._lease = await join_run(self._coordination, *place)
         self.on_joined(self._lease.key)
         self._round_seen, events = None, services.events
         events.emit("joined", folder=self._folder, link=member.link, store=member.store, workers=member.num_workers)
@@ -133,7 +133,7 @@ class Agent:
             self._folder = ""  # nothing has begun
         else:
             launch, seen = self._launch, self._round_seen
-            held = Held(launch.run_id, self._folder, seen, launch.proof)
+            held = Held(launch.run_id, self._folder, seen, launch.charter)
             found = await resume(self._coordination, held, self._member, launch.lease_s)
             if found == "ended":
                 return  # the watch of the round brings the verdict
@@ -208,8 +208,9 @@ class Agent:
 
     async def _ping(self) -> None:
         """Without its store a job trains on, but can neither change nor end together: not for ever."""
-        launch, published, verdict = self._launch, "", None
-        patience = Patience(time.monotonic(), launch.lease_s, launch.hosted, self._services.events.say)
+        launch, services, verdict = self._launch, self._services, None
+        bulletin = Bulletin(self._coordination, services.store, launch.settings.max_restarts)
+        patience = Patience(time.monotonic(), launch.lease_s, launch.hosted, services.events.say)
         while verdict is None:
             await asyncio.sleep(PING_S)
             try:
@@ -217,22 +218,12 @@ class Agent:
                 patience.answered(time.monotonic())
                 if await self._hosting.refresh() and self._lease is not None:
                     self.on_joined(self._lease.key)
-                published = await self._publish_progress(published)
+                if self._session is not None:
+                    await bulletin.publish(self._session, self._folder, self._member.node)
             except CoordinationError as error:
                 self._services.events.emit("store_away", message=str(error))
                 verdict = patience.away(time.monotonic(), self._machine.training)
         self._finish(verdict)
-
-    async def _publish_progress(self, published: str) -> str:
-        """What only rank 0's node knows of the round, for `tenplexctl status`."""
-        session = self._session
-        if session is None or session.round.nodes[0] != self._member.node:
-            return published
-        left = max(0, self._launch.settings.max_restarts - session.round.failures)
-        document = json.dumps({**session.progress(), "restarts_left": left})
-        if document != published:
-            await self._coordination.put(f"{self._folder}/progress", document)
-        return document
 
     async def _on_commit(self, round_number: int, step: int, checkpoint: str | None) -> None:
         if self._session is not None and self._session.round.number == round_number:

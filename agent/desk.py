@@ -35,7 +35,7 @@ class Desk:
                 raise ProcessError(f"round {args['round']} is over on this node")
             self._callers = {known: place for known, place in self._callers.items() if not known.closed}
             self._callers[caller] = (session, int(args["local_rank"]))
-            return {}
+            return {"index": await session.source()}
         session, local_rank = self._callers.get(caller, (None, 0))
         if session is None or session is not self.session:
             raise ProcessError("say hello first, and only to the round that runs")

@@ -10,12 +10,13 @@ import json
 import os
 import time
 import uuid
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from tenplexrun.core.rounds import Member, Round, round_from_json, to_json
+from tenplexrun.core.terms import Difference, differences
 from tenplexrun.errors import CompareFailedError, RunGoneError, UsageError
 from tenplexrun.ports import Coordination, KeyValue, Lease
 
@@ -32,9 +33,35 @@ def current_key(run_id: str) -> str:
     return f"{run_folder(run_id)}/current"
 
 
-def _current(epoch: str, proof: str) -> str:
-    """That value: with what guards the joins, see `token_proof`."""
-    return json.dumps({"epoch": epoch, "proof": proof})
+@dataclass(frozen=True, slots=True)
+class Charter:
+    """What a node must have in common with those of the run. `proof`: see `token_proof`. `terms`: see `core.terms`, of
+    the node on `host`."""
+
+    proof: str = ""
+    terms: Mapping[str, str] = field(default_factory=dict)
+    host: str = ""
+
+    def current(self, epoch: str) -> str:
+        """The value of `current_key`."""
+        return json.dumps({"epoch": epoch, **asdict(self)})
+
+    def check(self, run_id: str, current: KeyValue, note: Callable[[str], None]) -> None:
+        """May this node join? `note` is told of what merely differs. Raises UsageError, one line."""
+        record = json.loads(current.value)
+        job = Charter(record["proof"], record["terms"], record["host"])
+        if job.proof != self.proof:
+            raise UsageError(f"the nodes of the run {run_id} have another secret; give all the same --secret-file")
+        bad, unlike = differences(job.terms, self.terms)
+        sides = f"[{self.host}] and on {job.host}, which began the run {run_id}"
+        if bad:
+            raise UsageError(f"flags differ between this node {sides}: {_listed(bad)}; give all nodes the same")
+        if unlike:
+            note(f"not the same on this node {sides}: {_listed(unlike)}")
+
+
+def _listed(found: Sequence[Difference]) -> str:
+    return ", ".join(map(str, found))
 
 
 async def run_ids(coordination: Coordination) -> list[str]:
@@ -69,14 +96,16 @@ async def join_run(
     ttl_s: float,
     gone: Gone | None = None,
     own: str = "",
-    proof: str = "",
+    charter: Charter | None = None,
+    note: Callable[[str], None] = lambda text: None,
 ) -> tuple[str, Lease]:
     """Become a member of the run's open epoch, or of a new one. Returns the epoch's folder and the member's lease.
 
     `gone`: whether nobody listens at a member's link any more. A run of which that is true for all has been killed.
     `own`: the folder of a node that was fenced out and comes back: to this epoch or, with RunGoneError, to none.
-    `proof`: see `token_proof`. Raises UsageError where the run's is another: such a node would fail every round.
+    `charter`: raises UsageError where the run's is another: such a node would fail every round. `note`: see there.
     """
+    charter = charter or Charter()
     document, patient_until = json.dumps(to_json(member)), time.monotonic() + ttl_s
     while True:
         seen = await coordination.get(current_key(run_id))
@@ -87,14 +116,14 @@ async def join_run(
             await asyncio.sleep(RETRY_S)
             continue
         if folder is not None and (folder == own or not await _is_dead(coordination, folder, gone)):
-            if seen is not None and json.loads(seen.value).get("proof", proof) != proof:
-                raise UsageError(f"the nodes of the run {run_id} have another secret; give all the same --secret-file")
+            if seen is not None:
+                charter.check(run_id, seen, note)
             lease = await coordination.hold(f"{folder}/members/{member.node}", document, ttl_s)
             if await _kept(lease, _is_current(coordination, run_id, folder)):
                 return folder, lease
             continue
         epoch = uuid.uuid4().hex[:12]
-        current = _current(epoch, proof)
+        current = charter.current(epoch)
         folder = f"{run_folder(run_id)}/{epoch}"
         # The member first: an epoch without one counts as left behind, and anybody may replace it.
         lease = await coordination.hold(f"{folder}/members/{member.node}", document, ttl_s)
@@ -132,12 +161,12 @@ async def _kept(lease: Lease, wanted: Awaitable[bool]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a member knows of its run: the epoch's folder, the round as it has seen it last, the token's proof."""
+    """What a member knows of its run: the epoch's folder, the round as it has seen it last, its charter."""
 
     run_id: str
     folder: str
     round: KeyValue
-    proof: str
+    charter: Charter
 
 
 async def resume(
@@ -170,7 +199,7 @@ async def resume(
 async def _restore(coordination: Coordination, held: Held) -> None:
     """An emptied store: every node puts back what it holds, and the first one wins. The round comes first, so that an
     epoch that is named is never without it."""
-    current = _current(held.folder.rsplit("/", 1)[1], held.proof)
+    current = held.charter.current(held.folder.rsplit("/", 1)[1])
     for key, text in ((held.round.key, held.round.value), (current_key(held.run_id), current)):
         with contextlib.suppress(CompareFailedError):
             await coordination.create(key, text)

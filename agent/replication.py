@@ -10,7 +10,6 @@ from tenplexrun.agent.events import EventLog
 from tenplexrun.agent.links import Links
 from tenplexrun.core.control import NONE
 from tenplexrun.core.rounds import Round
-from tenplexrun.core.snapshots import BuddyClaim
 from tenplexrun.errors import TenplexError
 from tenplexrun.ports import StoreClient
 
@@ -21,23 +20,13 @@ class Replication:
     """Of one round. A holder that does not deliver is asked again until the round ends: that is what decides its fate;
     training goes on meanwhile."""
 
-    def __init__(self, node: str, round_: Round, store: StoreClient, links: Links, events: EventLog) -> None:
+    def __init__(self, round_: Round, store: StoreClient, links: Links, events: EventLog) -> None:
         self._round, self._store, self._links, self._events = round_, store, links, events
-        self._place = round_.nodes.index(node)
         self._owed_bytes = 0
         self._slots: dict[int, int] = {}  # by step
         self._begun = NONE
         self._task: asyncio.Task[None] | None = None
         links.on_replicate = self._begin
-
-    @property
-    def claim(self) -> dict[str, Any] | None:
-        """What this node holds for others in this round, as a record; None where no copies are wanted or possible."""
-        round_ = self._round
-        if round_.replicas == 1 or len(round_.participants) == 1:
-            return None
-        workers = tuple(participant.num_workers for participant in round_.participants)
-        return BuddyClaim(round_.parallel, workers, round_.replicas, self._place).to_json()
 
     def opened(self, slots: dict[str, Any]) -> None:
         """The store's answer to `open_round`: how large it has become."""

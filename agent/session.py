@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import functools
 import json
 import os
@@ -18,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tenplexrun.agent import error_file, probe
+from tenplexrun.agent import error_file
+from tenplexrun.agent.blame import Blame, of_system
 from tenplexrun.agent.durable import Collector, Declared, PartWriter
 from tenplexrun.agent.environment import NodeFacts, worker_env
 from tenplexrun.agent.events import EventLog
@@ -28,12 +28,12 @@ from tenplexrun.agent.links import Links
 from tenplexrun.agent.logs import WorkerLogs
 from tenplexrun.agent.replication import Replication
 from tenplexrun.agent.transformer import Restored, Transformer
-from tenplexrun.agent.workers import End, Workers, new_page, victims
+from tenplexrun.agent.workers import Workers, new_page, victims
 from tenplexrun.core.control import NONE
-from tenplexrun.core.hang import Bounds, Hang, Watch
+from tenplexrun.core.hang import Bounds, Watch
 from tenplexrun.core.lifecycle import Event, StopWorkers, WorkersEnded
 from tenplexrun.core.rounds import Failure, Round
-from tenplexrun.errors import LayoutError, ProcessError, TenplexError, WorkerHungError
+from tenplexrun.errors import LayoutError, ProcessError, TenplexError
 from tenplexrun.ports import CheckpointClient, StoreClient, ViewClient, WorkerExit, WorkerPool, WorkerSpec
 
 POLL_S = 0.002
@@ -71,6 +71,8 @@ class Session:
         mine = round_.participant(node)
         assert mine is not None
         self.round, self._node, self._mine, self._services, self._put = round_, node, mine, services, put
+        home = services.control.parent
+        self._blame = Blame(node, services.host, round_.number, mine.first_rank, services.logs, home)
         self._page = new_page(services.control, round_.number, mine.num_workers)
         self._fence = threading.Lock()
         self._workers = Workers(services.pool, services.control, services.facts.grace_s, services.events)
@@ -87,7 +89,7 @@ class Session:
         client, report = services.checkpoints, services.links.written
         self._parts = None if client is None else PartWriter(client, round_, node, report, services.events)
         self._seal: asyncio.Task[None] | None = None
-        self._replication = Replication(node, round_, services.store, services.links, services.events)
+        self._replication = Replication(round_, services.store, services.links, services.events)
         self._views: dict[tuple[int, str], asyncio.Future[str]] = {}
         self._restored: asyncio.Task[Restored] | None = None
         self._starting: asyncio.Task[None] | None = None
@@ -119,7 +121,7 @@ class Session:
             data_dirs = await self._show_data()
             for local_rank in range(self._mine.num_workers):
                 env = self._env(local_rank)
-                env["TORCHELASTIC_ERROR_FILE"] = error_file.make(self._error_path(local_rank))
+                env["TORCHELASTIC_ERROR_FILE"] = error_file.make(self._blame.error_path(local_rank))
                 if data_dirs:
                     env["TENPLEX_DATA_DIR"] = data_dirs[self._coord(local_rank)["dp"]]
                 rank = self._mine.first_rank + local_rank
@@ -133,7 +135,7 @@ class Session:
         except TenplexError as error:
             self._fail_here("start of the workers", error)
         except OSError as error:
-            self._fail_here("start of the workers", ProcessError(_reason(error)))
+            self._fail_here("start of the workers", of_system(error))
         finally:
             for spec in specs:
                 os.close(spec.stdout_fd)
@@ -164,6 +166,14 @@ class Session:
             self._services.events.emit("worker", round=self.round.number, local_rank=local_rank, **args)
             return {}
         raise ProcessError(f"the agent answers no request {op!r}")
+
+    async def source(self) -> str | None:
+        """The index of the snapshot that the round goes on from, if some of that is on this node already."""
+        if self.round.snapshot is None or self.round.checkpoint is not None:
+            return None
+        with contextlib.suppress(TenplexError):
+            return await self._services.store.index(self.round.snapshot.to_json())
+        return None
 
     async def _restoring(self) -> Restored:
         assert self._restored is not None
@@ -205,8 +215,9 @@ class Session:
         return await asyncio.shield(self._slots)
 
     async def _open(self, layout: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-        ranks, buddy = list(self._mine.ranks), self._replication.claim
-        opened = await self._services.store.open_round(self.round.number, layout, config, ranks, buddy)
+        ranks, buddy = list(self._mine.ranks), self.round.buddy_claim(self._node)
+        owed = None if buddy is None else buddy.to_json()
+        opened = await self._services.store.open_round(self.round.number, layout, config, ranks, owed)
         self._replication.opened(opened)
         return {"slots": opened["slots"], "replicated": opened["replicated"]}
 
@@ -332,7 +343,7 @@ class Session:
         if end is None or self._stopping or self._failed:
             return
         if exit_.code != 0:
-            self._fail(self._failure(end))
+            self._fail(self._blame.ended(end))
         elif not self._workers:
             self._finishing = asyncio.ensure_future(self._finished())
 
@@ -350,35 +361,12 @@ class Session:
         watcher = HangWatcher(watch, self._page, self._services.control, self._workers.alive)
         hang = await watcher.found(self._services.pool.signal)
         if not self._stopping and not self._failed:
-            self._fail(self._hung(hang))
-
-    def _hung(self, hang: Hang) -> Failure:
-        local_rank = hang.ranks[0]
-        rank = self._mine.first_rank + local_rank
-        pid = next(pid for pid, known in self._workers.alive.items() if known == local_rank)
-        folder = self._services.logs.folder(self.round.number, rank) if probe.catches(pid, probe.DUMP) else None
-        stacks = f"stacks in {folder / 'stderr.log'}" if folder else "stacks in the output of its node"
-        place = (self._node, self._services.host, rank, local_rank, pid, WorkerHungError.exit_code, time.time())
-        lines = tuple(self._services.logs.tail(self.round.number, rank))
-        return Failure(*place, stderr=lines, hung=f"{hang}; {stacks}")
+            pid = next(pid for pid, local_rank in self._workers.alive.items() if local_rank == hang.ranks[0])
+            self._fail(self._blame.hung(hang, pid))
 
     def _fail_here(self, what: str, error: TenplexError) -> None:
         """Something that the workers wait for has failed on this node: nobody would ever wake them."""
-        lines = (f"{what} on node {self._node}: {error}",)
-        rank, code = self._mine.first_rank, error.exit_code
-        self._fail(Failure(self._node, self._services.host, rank, 0, 0, code, time.time(), lines))
-
-    def _failure(self, end: End) -> Failure:
-        rank, exit_ = self._mine.first_rank + end.local_rank, end.exit
-        place = (self._node, self._services.host, rank, end.local_rank, exit_.pid, exit_.code, exit_.at)
-        lines = tuple(self._services.logs.tail(self.round.number, rank))
-        error = error_file.read(self._error_path(end.local_rank))
-        return Failure(*place, stderr=lines, error=error, age_s=time.time() - exit_.at)
-
-    def _error_path(self, local_rank: int) -> Path:
-        rank = self._mine.first_rank + local_rank
-        folder = self._services.logs.folder(self.round.number, rank)
-        return (folder or self._services.control.parent / "errors" / f"{self.round.number}-{rank}") / "error.json"
+        self._fail(self._blame.node_itself(what, error))
 
     def _fail(self, failure: Failure) -> None:
         self._failed = True
@@ -391,8 +379,3 @@ class Session:
 
     def _coord(self, local_rank: int) -> dict[str, int]:
         return self.round.parallel.coord(self._mine.first_rank + local_rank)
-
-
-def _reason(error: OSError) -> str:
-    hint = "; raise the limit of open files (ulimit -n)" if error.errno == errno.EMFILE else ""
-    return ": ".join(filter(None, (error.filename, error.strerror))) + hint

@@ -13,12 +13,12 @@ from typing import Any
 
 from tenplexrun.agent.events import EventLog
 from tenplexrun.core import inputs
+from tenplexrun.core.baselines import part_of
 from tenplexrun.core.layout import Layout
-from tenplexrun.core.planner import Fetch, Holders, NodePlan, plan_node
+from tenplexrun.core.planner import Fetch, Holders
 from tenplexrun.core.ptc import PTC
 from tenplexrun.core.rounds import Round
 from tenplexrun.core.snapshots import Claim, holders_of
-from tenplexrun.core.validation import validate_part
 from tenplexrun.errors import TenplexError
 from tenplexrun.ports import StoreClient
 
@@ -68,20 +68,26 @@ class Transformer:
         assert round_.snapshot is not None
         assert round_.sources is not None
         inputs.check(round_)
-        addresses = {name: source.store for name, source in round_.sources.items()}
+        addresses = {participant.node: participant.store for participant in round_.participants}
+        addresses |= {name: source.store for name, source in round_.sources.items()}
         peers = [address for name, address in addresses.items() if name != node]
         record = await self._store.layout(round_.snapshot.digest, peers)
         layout = Layout.from_json(record)
         holdings = {name: source.holdings for name, source in round_.sources.items()}
         holders = holders_of(round_.snapshot, holdings, layout)
-        plan = self._plan(node, round_, layout, holders)
+        target = PTC(layout, round_.parallel, round_.rank_nodes())
+        mine = part_of(round_.way, node, target, holders, round_.racks)
         planned = time.time()
-        mine = round_.participant(node)
-        assert mine is not None
-        claim = Claim(round_.parallel, tuple(mine.ranks))
-        fetches = [self._fetch(fetch, addresses, node, holders) for fetch in plan.fetches]
-        snapshot = round_.snapshot.to_json()
-        moved = await self._pull(round_.number, self._store.pull(snapshot, record, claim.to_json(), fetches))
+        snapshot, buddy = round_.snapshot.to_json(), round_.buddy_claim(node)
+        others: Holders = {} if mine.hub else holders
+        order: dict[str, Any] = {
+            "layout": record,
+            "claim": Claim(round_.parallel, mine.ranks).to_json(),
+            "fetches": [self._fetch(fetch, addresses, node, others) for fetch in mine.plan.fetches],
+            "buddy": None if buddy is None else buddy.to_json(),
+            "after": Claim(round_.parallel, tuple(range(target.config.world_size))).to_json() if mine.hub else None,
+        }
+        moved = await self._pull(round_.number, self._store.pull(round_.number, snapshot, **order))
         index = await self._store.index(snapshot)
         content = json.loads(Path(index).read_bytes())
         self._events.emit(
@@ -91,9 +97,9 @@ class Transformer:
             plan_seconds=planned - began,
             seconds=time.time() - began,
             num_bytes=moved["num_bytes"],
-            lower_bound=plan.lower_bound_bytes,
-            needed=plan.needed_bytes,
-            absent=list(plan.absent),
+            lower_bound=mine.lower_bound_bytes,
+            needed=mine.plan.needed_bytes,
+            absent=list(mine.plan.absent),
         )
         return Restored(round_.snapshot.step, int(content["consumed"]), snapshot, index, content["values"])
 
@@ -124,12 +130,6 @@ class Transformer:
                 f"moving state: {num_bytes / 2**20:.0f} of {total / 2**20:.0f} MiB ({num_bytes / total:.0%}) "
                 f"in {seconds:.0f} s, {rate / 2**20:.0f} MiB/s{left}"
             )
-
-    def _plan(self, node: str, round_: Round, layout: Layout, holders: Holders) -> NodePlan:
-        target = PTC(layout, round_.parallel, round_.rank_nodes())
-        plan = plan_node(node, target, holders, round_.racks)
-        validate_part(plan, target, holders)
-        return plan
 
     def _fetch(self, fetch: Fetch, addresses: dict[str, str], node: str, holders: Holders) -> dict[str, Any]:
         """A fetch with its address; any other holder of the region may stand in for a source that fails."""

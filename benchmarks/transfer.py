@@ -20,17 +20,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import mmap
-import os
 import runpy
-import socket
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import raw
 import states
 from launchers import ROOT, Goal, cell, finish, median
 
@@ -41,137 +38,80 @@ from tenplexrun.core.planner import Fetch, plan
 from tenplexrun.core.ptc import PTC
 from tenplexrun.core.snapshots import Claim
 from tenplexrun.store.client import StoreClient
-from tenplexrun.store.sockets import tune
-from tenplexrun.store.transfer import STREAMS_PER_SOURCE
 
 ONE, TP4, DP2_TP2 = ParallelConfig(), ParallelConfig(tp=4), ParallelConfig(dp=2, tp=2)
 LINK_MBIT = 1000
 HOSTS = ("a", "b", "c", "d")
 PLACES = ("a", "c", "b", "d")
 """Which host has each rank of dp2·tp2: half of it is there already."""
-Held = dict[str, Any]
 
 
 class Node:
-    """A store that holds `ranks` of a layout. Each `seal` makes a new snapshot of them, and forgets the one before."""
+    """A store whose node has `ranks` of a layout; none: it joins."""
 
-    def __init__(self, store: states.Store, layout: Layout) -> None:
-        self.store, self._layout, self.step = store, layout, 0
+    def __init__(self, store: states.Store, layout: Layout, config: ParallelConfig, ranks: Sequence[int]) -> None:
+        self.store, self._layout, self._config, self._ranks = store, layout, config, ranks
+        self.round = 0
 
-    async def open(self, config: ParallelConfig, ranks: Sequence[int]) -> None:
+    async def connect(self) -> None:
         self.client: StoreClient = await self.store.client()
-        if ranks:
-            opened = await self.client.open_round(0, self._layout.to_json(), config.to_json(), ranks)
-            self.slots = opened["slots"]
-            for path in self.slots:
-                states.fill_slot(path, self._layout, config, ranks)
+        if self._ranks:
+            await self.begin()
+            for path in self.slots:  # what later rounds have in their slots matters to nobody
+                states.fill_slot(path, self._layout, self._config, self._ranks)
 
-    async def seal(self, step: int) -> dict[str, Any]:
-        snapshot = await self.client.seal(0, step, step % 2, {"step": step, "consumed": step})
-        await self.client.commit(0, step)
+    async def begin(self) -> dict[str, Any]:
+        """A round, as it is when the next one is to start: one slot with a committed snapshot, one free. Returns the
+        snapshot's id."""
+        self.round += 1
+        await self.client.commit(self.round, 0)  # drops all that there was
+        if not self._ranks:
+            return {}
+        opened = await self.client.open_round(self.round, self._layout.to_json(), self._config.to_json(), self._ranks)
+        self.slots = opened["slots"]
+        await self.client.seal(self.round, 1, 1, {})
+        snapshot = await self.client.seal(self.round, 2, 0, {"step": 2, "consumed": 2})
+        await self.client.commit(self.round, 2)
         return snapshot
 
     async def pull(self, snapshot: dict[str, Any], claim: Claim, fetches: Sequence[Fetch], addresses: Any) -> int:
+        """As the next round starts."""
         found = [{**one.to_json(), "address": addresses[one.source]} for one in fetches]
-        report = await self.client.pull(snapshot, self._layout.to_json(), claim.to_json(), found)
+        report = await self.client.pull(self.round + 1, snapshot, self._layout.to_json(), claim.to_json(), found)
         return int(report["num_bytes"])
 
 
 # -- two stores -------------------------------------------------------------------------------------------------
 
 
-def send(held: Held, path: str, num_bytes: int) -> None:
-    """Connect to the receiver, and send each stream its part of the file."""
-    file = os.open(path, os.O_RDONLY)
-    share = num_bytes // STREAMS_PER_SOURCE
-
-    def stream(number: int) -> None:
-        with socket.create_connection(("127.0.0.1", held["port"])) as sock:
-            tune(sock, 60.0)
-            sock.setblocking(True)
-            offset, stop = number * share, (number + 1) * share
-            sock.sendall(bytes([number]))
-            while offset < stop:
-                offset += os.sendfile(sock.fileno(), file, offset, stop - offset)
-
-    in_threads(stream)
-    os.close(file)
-
-
-def listen(held: Held) -> int:
-    held["listener"] = socket.create_server(("127.0.0.1", 0))
-    return int(held["listener"].getsockname()[1])
-
-
-def reach(held: Held, port: int) -> None:
-    held["port"] = port
-
-
-def receive(held: Held, path: str, num_bytes: int, new: bool) -> None:
-    """Into a file in shared memory: one that exists, or a new one."""
-    share = num_bytes // STREAMS_PER_SOURCE
-    if new or "memory" not in held:
-        file = os.open(path, os.O_RDWR | os.O_CREAT)
-        os.posix_fallocate(file, 0, num_bytes)
-        memory = mmap.mmap(file, num_bytes)
-        os.close(file)
-        if new:
-            os.unlink(path)
-        else:
-            held["memory"] = memory
-    view = memoryview(memory if new else held["memory"])
-
-    def stream(_: int) -> None:
-        sock, _ = held["listener"].accept()
-        with sock:
-            tune(sock, 60.0)
-            sock.setblocking(True)
-            offset = sock.recv(1)[0] * share
-            stop = offset + share
-            while offset < stop:
-                offset += sock.recv_into(view[offset:stop])
-
-    in_threads(stream)
-
-
-def in_threads(stream: Any) -> None:
-    threads = [threading.Thread(target=stream, args=(number,)) for number in range(STREAMS_PER_SOURCE)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-
-def transfer(held: Held, source: str, target: str, num_bytes: int, new: bool) -> None:
-    if held["rank"] == 0:
-        send(held, source, num_bytes)
-    else:
-        receive(held, target, num_bytes, new)
-
-
 async def between_two(folder: Path, num_bytes: int, runs: int, crew: states.Crew) -> tuple[dict[str, list[float]], int]:
     """Seconds by name; the bytes that were moved beyond the least."""
     layout = states.gpt(num_bytes)
-    seconds: dict[str, list[float]] = {"tenplexrun": [], "raw": [], "raw, to a new file": []}
+    addresses = crew.run(raw.listen, [("127.0.0.1",)] * 2)[1]
+    seconds: dict[str, list[float]] = {}
     beyond = 0
-    with states.store(folder / "a") as a, states.store(folder / "b") as b:
-        source, joiner = Node(a, layout), Node(b, layout)
-        await source.open(ONE, [0])
-        await joiner.open(ONE, [])
-        target = PTC(layout, ONE, ("b",))
-        part = plan(target, {"a": PTC(layout, ONE, ("a",)).regions_on("a")}).parts["b"]
-        for step in range(1, runs + 2):
-            snapshot = await source.seal(step)
-            began = time.monotonic()
-            moved = await joiner.pull(snapshot, Claim(ONE, (0,)), part.fetches, {"a": a.address})
-            found = {"tenplexrun": time.monotonic() - began}
-            beyond = max(beyond, moved - part.lower_bound_bytes)
-            await joiner.client.commit(0, step + 1)  # drops what came
+    with contextlib.ExitStack() as stack:
+        stores = {name: stack.enter_context(states.store(folder / name)) for name in ("a", "b", "c")}
+        source, member, joiner = (Node(store, layout, ONE, [0] * (name != "c")) for name, store in stores.items())
+        for node in (source, member, joiner):
+            await node.connect()
+        snapshot = await source.begin()
+        part = plan(PTC(layout, ONE, ("b",)), {"a": PTC(layout, ONE, ("a",)).regions_on("a")}).parts["b"]
+        flow, paths = [raw.Flow(0, 1, num_bytes)], [source.slots[0], str(folder / "b")]
+        for run in range(runs + 1):
+            found = {}
+            for name, node in (("tenplexrun", member), ("tenplexrun, to a new node", joiner)):
+                await node.begin()
+                began = time.monotonic()
+                moved = await node.pull(snapshot, Claim(ONE, (0,)), part.fetches, {"a": stores["a"].address})
+                found[name] = time.monotonic() - began
+                beyond = max(beyond, moved - part.lower_bound_bytes)
+                await node.client.commit(node.round + 1, 0)
             for name, new in (("raw", False), ("raw, to a new file", True)):
-                found[name] = crew.run(transfer, source.slots[0], str(folder / "raw"), moved // 2 * 2, new)[0]
+                found[name] = crew.run(raw.carry, addresses, flow, paths, new)[0]
             for name, value in found.items():
-                seconds[name] += [value] if step > 1 else []  # the first one warms
-        for node in (source, joiner):
+                seconds.setdefault(name, []).extend([value] * (run > 0))  # the first one warms
+        for node in (source, member, joiner):
             await node.client.close()
     return seconds, beyond
 
@@ -180,35 +120,42 @@ async def between_two(folder: Path, num_bytes: int, runs: int, crew: states.Crew
 
 
 @contextlib.contextmanager
-def four_hosts(folder: Path) -> Iterator[dict[str, states.Store]]:
+def four_hosts(folder: Path, crew: states.Crew) -> Iterator[tuple[dict[str, states.Store], list[raw.Address]]]:
+    """Their stores, and where the crew listens."""
     hosts = runpy.run_path(str(ROOT / "examples" / "hosts.py"))
     if reason := hosts["missing"]():
         raise NotImplementedError(reason)
     with hosts["Hosts"]() as network, contextlib.ExitStack() as stack:
-        stores = {}
+        stores, places = {}, []
         for name in HOSTS:
             address = network.add(name)
             network.limit(name, LINK_MBIT)
             # without the private /dev/shm of `enter`: the slots are written from here
             prefix = ["ip", "netns", "exec", network.enter(name)[3]]
             stores[name] = stack.enter_context(states.store(folder / name, address, prefix))
-        yield stores
+            places.append((address, prefix[-1]))
+        yield stores, crew.run(raw.listen, places)[1]
 
 
 async def between_four(
-    stores: dict[str, states.Store], num_bytes: int, runs: int
+    stores: dict[str, states.Store], num_bytes: int, runs: int, crew: states.Crew, listening: list[raw.Address]
 ) -> tuple[dict[str, list[float]], float]:
     """Seconds by name; least possible seconds of the busiest link under the plan."""
     layout = states.gpt(num_bytes)
-    nodes = {name: Node(store, layout) for name, store in stores.items()}
-    for rank, name in enumerate(HOSTS):
-        await nodes[name].open(TP4, [rank])
+    nodes = {name: Node(store, layout, TP4, [rank]) for rank, (name, store) in enumerate(stores.items())}
+    for node in nodes.values():
+        await node.connect()
     addresses = {name: store.address for name, store in stores.items()}
     before, target = PTC(layout, TP4, HOSTS), PTC(layout, DP2_TP2, PLACES)
     holders = {name: before.regions_on(name) for name in HOSTS}
     planned, by_way = plan(target, holders), baselines.central(target, holders, HOSTS[0])
     assert planned.num_bytes == planned.lower_bound_bytes
     claims = {name: Claim(DP2_TP2, (rank,)) for rank, name in enumerate(PLACES)}
+    sent: dict[tuple[str, str], int] = {}
+    for name, part in planned.parts.items():
+        for fetch in part.fetches:
+            sent[fetch.source, name] = sent.get((fetch.source, name), 0) + fetch.num_bytes
+    flows = [raw.Flow(HOSTS.index(source), HOSTS.index(name), size) for (source, name), size in sent.items()]
 
     async def all_pull(snapshot: dict[str, Any], parts: Any) -> None:
         await asyncio.gather(
@@ -222,15 +169,15 @@ async def between_four(
         await nodes[HOSTS[0]].pull(snapshot, Claim(ONE, (0,)), by_way.gather.fetches, addresses)
         await all_pull(snapshot, by_way.scatter.parts)
 
-    seconds: dict[str, list[float]] = {"tenplexrun": [], "by way of one node": []}
-    step = 0
+    seconds: dict[str, list[float]] = {"tenplexrun": [], "by way of one node": [], "raw": []}
     for _ in range(runs):
-        for name, move in zip(seconds, (straight, through_one), strict=True):
-            step += 1
-            snapshots = [await node.seal(step) for node in nodes.values()]
+        for name, move in (("tenplexrun", straight), ("by way of one node", through_one)):
+            snapshots = [await node.begin() for node in nodes.values()]
             began = time.monotonic()
             await move(snapshots[0])
             seconds[name].append(time.monotonic() - began)
+        paths = [node.slots[0] for node in nodes.values()]
+        seconds["raw"].append(crew.run(raw.carry, listening, flows, paths, False)[0])
     for node in nodes.values():
         await node.client.close()
     busiest = max([*planned.egress().values(), *(part.num_bytes for part in planned.parts.values())])
@@ -247,13 +194,12 @@ def main() -> int:
     on_hosts = (64 if args.quick else 192) * states.MIB
     four: dict[str, list[float]] = {}
     least = None
-    with states.shared_folder(6 * states.GIB) as folder, states.crew(2) as crew:
-        _, ports = crew.run(listen)
-        crew.run(reach, ports[1])
-        two, beyond = asyncio.run(between_two(folder / "two", states.GIB, runs, crew))
+    with states.shared_folder(8 * states.GIB) as folder:
+        with states.crew(2) as crew:
+            two, beyond = asyncio.run(between_two(folder / "two", states.GIB, runs, crew))
         try:
-            with four_hosts(folder / "four") as stores:
-                four, least = asyncio.run(between_four(stores, on_hosts, runs))
+            with states.crew(4) as crew, four_hosts(folder / "four", crew) as (stores, listening):
+                four, least = asyncio.run(between_four(stores, on_hosts, runs, crew, listening))
         except NotImplementedError as error:
             print(f"four hosts: not measured, {error}")
     print(f"1 GiB over loopback; {on_hosts >> 20} MiB on four hosts at {LINK_MBIT} Mbit/s; seconds\n")

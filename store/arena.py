@@ -2,7 +2,7 @@
 
     slot-<round>-<0|1>.bin               the two slots of a round, written by workers through mmap (core `arena_map`);
                                          behind their part that of the other nodes for which this one is a buddy
-    pull-<round>-<step>-<digest>-<n>.bin regions that came from peers, beside the snapshot they belong to
+    pull-<round>-<n>.bin                 regions that came from peers when that round's second slot was taken
     snapshot-<round>-<step>-<digest>.json   index of a sealed snapshot (`core.pieces.Index`: the format is there)
     layout-<digest>.json                 layouts of all these
     round.json                           the open round: {"v": 2, "round", "digest", "claim", "buddy"}
@@ -14,6 +14,11 @@ checksums held; a copy that fails its checksum is no copy.
 Which files stay: the open round's slots, and all that a snapshot needs. A commit drops the snapshots that are
 older, so the source of a recovery stays until the new round's first commit. Slots that no snapshot needs any more
 are renamed into those of the next round: their pages exist already.
+
+What a round's start needs from peers goes into its second slot, before the round is open: the first snapshot goes into
+the other one, and once that is committed nobody needs what came. So from a round's start to its first commit there are
+at most its own two slots and those of the round before that a snapshot still needs (one, unless the last one made was
+not committed yet); before and after, two. A pull takes no memory beside these, unless it brings more than a slot holds.
 """
 
 from __future__ import annotations
@@ -24,14 +29,13 @@ import os
 import threading
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import xxhash
 
 from tenplexrun.core import records
-from tenplexrun.core.arena import ALIGNMENT, Entry, arena_map
-from tenplexrun.core.buddies import Owed
+from tenplexrun.core.arena import Entry
 from tenplexrun.core.layout import Layout
 from tenplexrun.core.pieces import Index, Piece, index_name, layout_name
 from tenplexrun.core.records import Record
@@ -39,45 +43,9 @@ from tenplexrun.core.regions import Region, subtract
 from tenplexrun.core.snapshots import AnyClaim, BuddyClaim, Claim, Holding, SnapshotId
 from tenplexrun.errors import StoreError, TenplexError
 from tenplexrun.store.files import TENSORS, Files, MappedFile
+from tenplexrun.store.slots import ARRIVALS, NUM_SLOTS, Round
 
 log = logging.getLogger(__name__)
-
-NUM_SLOTS = 2
-
-
-@dataclass(frozen=True, slots=True)
-class Round:
-    """The open round of this node: the state of `claim` under the layout goes into its slots, as `entries` say.
-
-    `owed`: what `buddy` says that it holds for others, each with its offset in a slot. `own_bytes` of `num_bytes` are
-    the node's own.
-    """
-
-    number: int
-    digest: str
-    claim: Claim
-    buddy: BuddyClaim | None
-    entries: tuple[Entry, ...]
-    owed: tuple[tuple[Owed, int], ...]
-    own_bytes: int
-    num_bytes: int
-
-    @classmethod
-    def of(cls, number: int, layout: Layout, claim: Claim, buddy: BuddyClaim | None) -> Round:
-        slots = arena_map(layout, claim.config, claim.ranks)
-        owed, offset = [], slots.num_bytes
-        for one in buddy.owed(layout) if buddy is not None else ():
-            owed.append((one, offset))
-            offset += -(-one.num_bytes // ALIGNMENT) * ALIGNMENT
-        return cls(number, layout.digest, claim, buddy, slots.entries, tuple(owed), slots.num_bytes, offset)
-
-    @property
-    def slots(self) -> list[str]:
-        return [f"slot-{self.number}-{slot}{TENSORS}" for slot in range(NUM_SLOTS)]
-
-    def to_json(self) -> Record:
-        buddy = self.buddy and self.buddy.to_json()
-        return {"v": 2, "round": self.number, "digest": self.digest, "claim": self.claim.to_json(), "buddy": buddy}
 
 
 class Arena:
@@ -90,7 +58,6 @@ class Arena:
         self._indexes: dict[SnapshotId, Index] = {}
         self._round: Round | None = None
         self._staged: set[str] = set()
-        self._numbers = itertools.count()
 
     @classmethod
     def open(cls, folder: Path, limit_bytes: int | None = None) -> Arena:
@@ -114,18 +81,19 @@ class Arena:
                     raise StoreError(f"round {number} cannot be opened: round {self._round.number} is, for other state")
                 return self._paths(opened)
             self._round = None
-            free = self._unneeded()
-            # never cut short: somebody may still be reading through a map
-            recycled = [name for name in free if self._files.size(name) <= opened.num_bytes][:NUM_SLOTS]
-            self._files.drop(name for name in free if name not in recycled)
+            here = [name for name in opened.slots if self._files.size(name)]  # with what came before it was open
+            fresh = [name for name in opened.slots if name not in here]
+            recycled = [name for name in self._recyclable(opened.num_bytes) if name not in here][: len(fresh)]
+            self._files.drop(name for name in self._unneeded() if name not in (*here, *recycled))
             try:
-                self._files.require(NUM_SLOTS * opened.num_bytes - sum(map(self._files.size, recycled)))
+                sizes = (min(self._files.size(name), opened.num_bytes) for name in (*here, *recycled))
+                self._files.require(NUM_SLOTS * opened.num_bytes - sum(sizes))
                 self.put_layout(layout)
-                for name, old in itertools.zip_longest(opened.slots, recycled):
+                for name, old in itertools.zip_longest((*fresh, *here), recycled):
                     self._files.reserve(name, opened.num_bytes, recycle=old)
                 self._files.write_json("round.json", opened.to_json())
             except TenplexError:
-                self._files.drop([*opened.slots, *recycled])
+                self._files.drop({*opened.slots, *recycled} - self._in_use())
                 raise
             self._round = opened
             return self._paths(opened)
@@ -177,6 +145,7 @@ class Arena:
             return opened, snapshot, opened.slots[slot]
 
     def give_back(self, name: str) -> None:
+        """A file that was lent, or staged and got nothing, is used no more."""
         with self._lock:
             self._staged.discard(name)
             self._files.drop(set(self._unneeded()).intersection([name]))
@@ -250,18 +219,25 @@ class Arena:
 
     # -- regions from peers --------------------------------------------------------------------------------
 
-    def stage(self, snapshot: SnapshotId, num_bytes: int) -> str:
-        """Promise a file to regions that are to come. Raises ArenaFullError. End with `adopt` or `discard`."""
+    def stage(self, coming: Round, num_bytes: int) -> str:
+        """A file for `num_bytes` of regions that `coming` starts with: see the module. End with `adopt` or `give_back`.
+
+        Raises ArenaFullError, StoreError when a later round is open.
+        """
         with self._lock:
-            while (name := f"pull-{_stem(snapshot)}-{next(self._numbers)}{TENSORS}") in self._files.names(TENSORS):
-                pass
+            if self._round is not None and self._round.number != coming.number:
+                if self._round.number > coming.number:
+                    raise StoreError(f"round {coming.number} is over: round {self._round.number} is open")
+                self._round = None  # its workers have ended
+                self._files.drop(["round.json"])
+            beside = (f"pull-{coming.number}-{number}{TENSORS}" for number in itertools.count())
+            used = self._in_use()
+            name = next(name for name in itertools.chain([coming.slots[ARRIVALS]], beside) if name not in used)
+            size = max(num_bytes, coming.num_bytes) if name in coming.slots else num_bytes
+            recycled = [] if self._files.size(name) else self._recyclable(size)
+            self._files.promise(name, size, recycle=recycled[0] if recycled else None)
             self._staged.add(name)
-        try:
-            self._files.promise(name, num_bytes)
-        except TenplexError:
-            self._staged.discard(name)
-            raise
-        return name
+            return name
 
     def file(self, name: str) -> MappedFile:
         """One of the arena's tensor files. Raises StoreError."""
@@ -284,12 +260,6 @@ class Arena:
             self._keep(replace(index, claims=claims, pieces=(*pieces, *kept)))
             self._staged.difference_update(piece.file for piece in pieces)
 
-    def discard(self, name: str) -> None:
-        """Remove a staged file of which nothing came."""
-        with self._lock:
-            self._staged.discard(name)
-            self._files.drop([name])
-
     # -- inside --------------------------------------------------------------------------------------------
 
     def _keep(self, index: Index) -> None:
@@ -301,13 +271,20 @@ class Arena:
         for snapshot in snapshots:
             del self._indexes[snapshot]
 
+    def _in_use(self) -> set[str]:
+        """Tensor files that a snapshot or a pull needs."""
+        return {piece.file for index in self._indexes.values() for piece in index.pieces} | self._staged
+
     def _unneeded(self) -> list[str]:
-        """Tensor files that neither the open round nor a snapshot nor a pull needs, the largest first."""
-        needed = {piece.file for index in self._indexes.values() for piece in index.pieces} | self._staged
-        if self._round is not None:
-            needed.update(self._round.slots)
+        """Tensor files that nothing needs, nor the open round, the largest first."""
+        needed = self._in_use().union(self._round.slots if self._round is not None else ())
         free = [name for name in self._files.names(TENSORS) if name not in needed]
         return sorted(free, key=self._files.size, reverse=True)
+
+    def _recyclable(self, num_bytes: int) -> list[str]:
+        """Those of them that can become a file of this size, the largest first. None is ever cut short: somebody may
+        still be reading through a map."""
+        return [name for name in self._unneeded() if self._files.size(name) <= num_bytes]
 
     def _collect(self) -> None:
         """Drop files and layouts that nothing needs."""
@@ -393,7 +370,3 @@ class Arena:
 def checksum_of(view: memoryview, where: Piece | Entry) -> int:
     """xxh3_64 of a piece's bytes in the mapped file `view`."""
     return int(xxhash.xxh3_64_intdigest(view[where.offset : where.offset + where.num_bytes]))
-
-
-def _stem(snapshot: SnapshotId) -> str:
-    return f"{snapshot.round}-{snapshot.step}-{snapshot.digest}"

@@ -49,10 +49,19 @@ class StoreClient:
     async def inventory(self) -> list[Record]:
         return list((await self._caller.request("inventory"))["holdings"])
 
-    async def pull(self, snapshot: Record, layout: Record, claim: Record, fetches: Sequence[Record]) -> Record:
+    async def pull(
+        self,
+        round_number: int,
+        snapshot: Record,
+        layout: Record,
+        claim: Record,
+        fetches: Sequence[Record],
+        buddy: Record | None = None,
+        after: Record | None = None,
+    ) -> Record:
         timeout_s = self._timeout_s + sum(fetch["num_bytes"] for fetch in fetches) / SLOWEST_BYTES_PER_S
-        args = {"snapshot": snapshot, "layout": layout, "claim": claim, "fetches": list(fetches)}
-        return await self._caller.request("pull", timeout_s, **args)
+        args = {"snapshot": snapshot, "layout": layout, "claim": claim, "fetches": list(fetches), "buddy": buddy}
+        return await self._caller.request("pull", timeout_s, round=round_number, after=after, **args)
 
     async def progress(self) -> Record:
         """{"num_bytes", "total_bytes"} of the pulls under way."""
@@ -66,6 +75,9 @@ class StoreClient:
 
     async def layout(self, digest: str, peers: Sequence[str]) -> Record:
         return dict((await self._caller.request("layout", digest=digest, peers=list(peers)))["layout"])
+
+    async def metrics(self, text: str) -> None:
+        await self._caller.request("metrics", text=text)
 
     async def close(self) -> None:
         await self._caller.close()

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import json
 import mmap
 import os
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from tenplexrun.core.records import Record
@@ -34,19 +33,29 @@ class MappedFile:
         self.fd = os.open(path, (os.O_RDONLY if read_only else os.O_RDWR) | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self.fd)
         self._writing = threading.Lock()
+        self._view = memoryview(b"")
 
-    @functools.cached_property
+    @property
     def view(self) -> memoryview:
-        """All of it, mapped shared and, unless `read_only`, writable on first use. Raises StoreError."""
-        try:
-            if self._read_only:
-                return memoryview(mmap.mmap(self.fd, 0, access=mmap.ACCESS_READ))
-            memory = mmap.mmap(self.fd, 0)
-        except (OSError, ValueError) as error:
-            raise StoreError(f"cannot map {self._path}: {error}") from error
-        with contextlib.suppress(OSError):  # Linux before 5.14: pages are then mapped one by one, on first touch
-            memory.madvise(MADV_POPULATE_READ)  # _WRITE would map them one by one, too
-        return memoryview(memory)
+        """All of it, mapped shared and, unless `read_only`, writable on first use, and again when it has grown. Raises
+        StoreError."""
+        if len(self._view) < os.fstat(self.fd).st_size:
+            try:
+                if self._read_only:
+                    self._view = memoryview(mmap.mmap(self.fd, 0, access=mmap.ACCESS_READ))
+                    return self._view
+                memory = mmap.mmap(self.fd, 0)
+            except (OSError, ValueError) as error:
+                raise StoreError(f"cannot map {self._path}: {error}") from error
+            with contextlib.suppress(OSError):  # Linux before 5.14: pages are then mapped one by one, on first touch
+                memory.madvise(MADV_POPULATE_READ)  # _WRITE would map them one by one, too
+            self._view = memoryview(memory)
+        return self._view
+
+    def mapped(self, offset: int, num_bytes: int) -> memoryview | None:
+        """These bytes, if they are mapped by now, as those of a recycled file; None where `write` is the faster way."""
+        stop = offset + num_bytes
+        return self._view[offset:stop] if stop <= len(self._view) else None
 
     def write(self, data: memoryview, offset: int) -> None:
         """Put `data` at `offset`. Raises ArenaFullError, StoreError."""
@@ -81,40 +90,31 @@ class Files:
         except FileNotFoundError:
             return 0
 
-    def promise(self, name: str, num_bytes: int) -> None:
-        """Make a file of `num_bytes` (at least 1) whose pages come as it is written; they count as taken from now on.
+    def promise(self, name: str, num_bytes: int, recycle: str | None = None) -> None:
+        """Have `name` be a file of at least `num_bytes` (1 or more), made of the file `recycle` if that is given, whose
+        pages come as it is written; they count as taken from now on.
 
-        Raises ArenaFullError with the bytes needed and free; then there is no file.
+        Raises ArenaFullError with the bytes needed and free; then a file that was not there before is not there now.
         """
-        path, num_bytes = self.folder / name, max(1, num_bytes)
-        self._check_room(name, num_bytes)
-        try:
-            with path.open("ab") as file:
-                file.truncate(num_bytes)
-        except OSError as error:
-            self.drop([name])
-            raise _failure(path, num_bytes, error) from error
+        self._make(name, num_bytes, recycle, lambda fd, size: os.ftruncate(fd, max(size, os.fstat(fd).st_size)))
 
-    def reserve(self, name: str, num_bytes: int, recycle: str | None = None) -> Path:
-        """Make a file of `num_bytes` (at least 1) whose pages all exist, those of the file `recycle` among them.
+    def reserve(self, name: str, num_bytes: int, recycle: str | None = None) -> None:
+        """The same, and all its pages exist."""
+        self._make(name, num_bytes, recycle, lambda fd, size: os.posix_fallocate(fd, 0, size))
 
-        Raises ArenaFullError with the bytes needed and free; then neither file exists any more.
-        """
+    def _make(self, name: str, num_bytes: int, recycle: str | None, extend: Callable[[int, int], None]) -> None:
         path, num_bytes = self.folder / name, max(1, num_bytes)
+        was_there = path.exists()
         if recycle is not None:
-            self._forget(recycle)
-            (self.folder / recycle).rename(path)
+            self._rename(recycle, name)
         try:
             self._check_room(name, num_bytes)
             with path.open("ab") as file:
-                os.posix_fallocate(file.fileno(), 0, num_bytes)
-        except OSError as error:
-            self.drop([name])
-            raise _failure(path, num_bytes, error) from error
-        except ArenaFullError:
-            self.drop([name])
-            raise
-        return path
+                extend(file.fileno(), num_bytes)
+        except (OSError, ArenaFullError) as error:
+            if not was_there:
+                self.drop([name])
+            raise _failure(path, num_bytes, error) if isinstance(error, OSError) else error from error
 
     def require(self, num_bytes: int) -> None:
         """Raises ArenaFullError unless so many bytes more can be had."""
@@ -161,6 +161,13 @@ class Files:
     def _forget(self, name: str) -> None:
         with self._lock:
             self._open.pop(name, None)
+
+    def _rename(self, old: str, new: str) -> None:
+        """A file that is mapped stays so."""
+        with self._lock:
+            (self.folder / old).rename(self.folder / new)
+            if old in self._open:
+                self._open[new] = self._open.pop(old)
 
     def _free_bytes(self) -> int:
         """What the file system has, without what is promised."""

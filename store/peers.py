@@ -115,7 +115,7 @@ class PeerServer:
         if isinstance(request, wire.Read):
             self._send_regions(sock, request)
         elif isinstance(request, wire.Describe):
-            described = replace(self._arena.get(request.snapshot), claims=(), pieces=())
+            described = replace(self._arena.get(request.snapshot), pieces=())
             sock.sendall(wire.encode_answer({"index": described.to_json()}))
         else:
             layout = self._arena.layout(request.digest)

@@ -12,26 +12,32 @@ from tenplexrun.core.layout import Layout
 from tenplexrun.core.pieces import Index, Piece
 from tenplexrun.core.records import Record
 from tenplexrun.core.regions import Region
-from tenplexrun.core.snapshots import Claim, SnapshotId
-from tenplexrun.errors import PeerLostError, StoreError
+from tenplexrun.core.snapshots import AnyClaim, BuddyClaim, Claim, SnapshotId, claim_from_json
+from tenplexrun.errors import PeerLostError, StoreError, WireError
 from tenplexrun.store import wire
 from tenplexrun.store.arena import Arena
+from tenplexrun.store.slots import Round
 from tenplexrun.store.transfer import AGAIN_S, Part, Peers, Pull
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """With `parts` fetched into a file of `num_bytes`, this node holds `claim` of `snapshot`."""
+    """With `parts` fetched into a file of `num_bytes`, this node holds `claim` of `snapshot`, as `round` starts, where
+    it will also keep what `buddy` says. `after`: what the sources must claim first."""
 
+    round: int
     snapshot: SnapshotId
     layout: Layout
     claim: Claim
+    buddy: BuddyClaim | None
     parts: tuple[Part, ...]
     num_bytes: int
+    after: AnyClaim | None = None
 
     @classmethod
     def from_json(cls, record: Record) -> Order:
-        """From {"snapshot", "layout", "claim", "fetches"}. Raises LayoutError, StoreError.
+        """From {"round", "snapshot", "layout", "claim", "fetches"}, optionally "buddy", "after". Raises LayoutError,
+        StoreError.
 
         Fetches are records of `core.planner.Fetch` plus "address", the HOST:PORT of the source's store, and
         optionally "alternatives", those of other holders.
@@ -44,7 +50,10 @@ class Order:
         for fetch in records.items(record["fetches"], "fetches"):
             parts.append(_part(fetch, layout, offset))
             offset += -(-parts[-1].num_bytes // ALIGNMENT) * ALIGNMENT
-        return cls(snapshot, layout, Claim.from_json(record["claim"]), tuple(parts), offset)
+        number, claim = records.whole(record["round"], "a round"), Claim.from_json(record["claim"])
+        buddy = None if record.get("buddy") is None else BuddyClaim.from_json(record["buddy"])
+        after = None if record.get("after") is None else claim_from_json(record["after"])
+        return cls(number, snapshot, layout, claim, buddy, tuple(parts), offset, after)
 
 
 class PullJob:
@@ -74,25 +83,32 @@ class PullJob:
 
     def _described(self) -> Index:
         """What the snapshot is besides tensors: from here, else from one of those who hold it."""
-        snapshot = self._order.snapshot
-        if self._arena.has(snapshot):
+        snapshot, after = self._order.snapshot, self._order.after
+        if self._arena.has(snapshot) and after is None:
             return self._arena.get(snapshot)
         addresses = [address for part in self._order.parts for address in part.addresses]
         until = time.monotonic() + self._patience_s
         while True:
             try:
-                return self._peers.ask(addresses, wire.Describe(snapshot), _index_of)
+                found = self._peers.ask(addresses, wire.Describe(snapshot), _index_of)
+                if after is None or after in found.claims:
+                    return found
             except PeerLostError:
-                if self.progress.cancelled.wait(AGAIN_S) or time.monotonic() >= until:
+                if time.monotonic() >= until:
                     raise
+            except WireError:
+                if after is None:  # else it has nothing of it yet
+                    raise
+            if self.progress.cancelled.wait(AGAIN_S):
+                raise WireError("the pull was cancelled")
 
     def _fetch(self) -> list[Piece]:
         order = self._order
-        file = self._arena.stage(order.snapshot, order.num_bytes)
+        file = self._arena.stage(Round.of(order.round, order.layout, order.claim, order.buddy), order.num_bytes)
         try:
             checksums = self._pull.run(self._arena.file(file))
         except BaseException:
-            self._arena.discard(file)
+            self._arena.give_back(file)
             raise
         return [
             Piece(part.fqn, part.region, part.dtype, file, part.offset, part.num_bytes, checksum)

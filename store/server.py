@@ -21,6 +21,7 @@ import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -46,6 +47,7 @@ PATIENCE = 2
 """Sources that went away are asked again for so many times the longest wait for any progress."""
 DATA_TIMEOUT_S = 5.0
 """As `timeout_s`, for samples of datasets."""
+MAX_FETCHES = 8
 ABANDON_S = 2.0
 """The longest wait for a pull that was cancelled: one that is just connecting sees it late."""
 
@@ -89,6 +91,7 @@ class Control:
         self._pulls: dict[PullJob, asyncio.Future[Record]] = {}
         self._replicating: ReplicaJob | None = None
         self._one_replication = asyncio.Lock()
+        self._fetching = ThreadPoolExecutor(MAX_FETCHES, "rows")
         self._ops: dict[str, Callable[[Record], Awaitable[Record]]] = {
             "hello": self._hello,
             "open_round": self._open_round,
@@ -102,6 +105,7 @@ class Control:
             "index": self._index,
             "layout": self._layout,
             "fetch": self._fetch,
+            "metrics": self._metrics,
         }
 
     async def handle(self, _: channel.Channel, op: str, args: Record) -> Record:
@@ -115,6 +119,10 @@ class Control:
 
     async def _hello(self, _: Record) -> Record:
         return {"port": self._port, "pid": os.getpid()}
+
+    async def _metrics(self, args: Record) -> Record:
+        self._counters.agents = records.text(args["text"], "metrics")
+        return {}
 
     async def _open_round(self, args: Record) -> Record:
         layout = Layout.from_json(args["layout"])
@@ -169,7 +177,8 @@ class Control:
     async def _fetch(self, args: Record) -> Record:
         """Samples for the view: never waits long, since they are to be had elsewhere, too."""
         peers = replace(self._peers, timeout_s=min(self._peers.timeout_s, DATA_TIMEOUT_S))
-        done = await asyncio.to_thread(RowsJob(peers, args).run)
+        # in threads of its own: peers that stall must not hold up what the job's state waits for
+        done = await asyncio.get_running_loop().run_in_executor(self._fetching, RowsJob(peers, args).run)
         self._counters.received(done["num_bytes"])
         return done
 

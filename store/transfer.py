@@ -236,10 +236,13 @@ class Pull:
         for part in batch:
             digest = xxhash.xxh3_64()
             for start in range(part.offset, part.offset + part.num_bytes, CHUNK_BYTES):
-                chunk = buffer[: part.offset + part.num_bytes - start]
+                size = min(CHUNK_BYTES, part.offset + part.num_bytes - start)
+                mapped = into.mapped(start, size)
+                chunk = buffer[:size] if mapped is None else mapped
                 receive_into(sock, chunk)
                 digest.update(chunk)
-                into.write(chunk, start)
+                if mapped is None:
+                    into.write(chunk, start)
                 self.progress.add(len(chunk))
             receive_into(sock, memoryview(sent))
             if wire.CHECKSUM.unpack(sent)[0] == digest.intdigest():

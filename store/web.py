@@ -28,6 +28,7 @@ import numpy as np
 
 from tenplexrun.core.dtypes import item_bytes
 from tenplexrun.core.layout import Layout
+from tenplexrun.core.metrics import Metric, exposition
 from tenplexrun.core.pieces import Index, Piece
 from tenplexrun.core.regions import Region, subtract
 from tenplexrun.core.snapshots import Claim
@@ -47,6 +48,7 @@ class Counters:
 
     sent_bytes: int = 0
     received_bytes: int = 0
+    agents: str = ""  # the agent's metrics, served with ours
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def sent(self, num_bytes: int) -> None:
@@ -181,7 +183,7 @@ class Web:
         known = self._arena.snapshots()
         committed = [index for index in known if index.committed]
         slots = self._arena.sizes()
-        found = [
+        found: list[Metric] = [
             ("sent_bytes_total", "counter", "Bytes of tensors sent to others.", self._counters.sent_bytes),
             ("received_bytes_total", "counter", "Bytes of tensors fetched.", self._counters.received_bytes),
             ("snapshots", "gauge", "Snapshots held here.", len(known)),
@@ -194,10 +196,7 @@ class Web:
                     (f"{name}_step", "gauge", f"Step of the newest {name} snapshot.", newest.snapshot.step),
                     (f"{name}_samples", "gauge", f"Samples consumed up to the newest {name} one.", newest.consumed),
                 ]
-        return "".join(
-            f"# HELP tenplex_store_{name} {text}\n# TYPE tenplex_store_{name} {kind}\ntenplex_store_{name} {value}\n"
-            for name, kind, text, value in found
-        )
+        return exposition("tenplex_store", found) + self._counters.agents
 
 
 def parse_region(text: str, shape: Sequence[int]) -> Region:

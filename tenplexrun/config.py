@@ -15,6 +15,7 @@ from tenplexrun.core.forming import impossible
 from tenplexrun.core.output import PREFIX, STDERR, STDOUT, Output, Streams
 from tenplexrun.core.pace import Interval
 from tenplexrun.core.parallel import ParallelConfig
+from tenplexrun.core.rounds import Way
 from tenplexrun.errors import UsageError
 from tenplexrun.flags import parser
 from tenplexrun.rdzv import Meeting, Timeouts
@@ -70,6 +71,7 @@ class JobSpec:
     snapshot_every: Interval
     checkpoints: CheckpointSpec | None
     replicas: int
+    way: Way
     state_bytes: int
     data: DataSpec | None
     view_mode: str
@@ -123,6 +125,7 @@ def check(args: argparse.Namespace, environ: Mapping[str, str]) -> JobSpec:
         snapshot_every=_every("--snapshot-every", args.snapshot_every),
         checkpoints=_checkpoints(args),
         replicas=args.replicas,
+        way="central" if args.central else "migrate-all" if args.migrate_all else "least",
         state_bytes=_num_bytes("--state-files", args.state_files),
         data=_data(args),
         view_mode=args.view,
@@ -157,6 +160,8 @@ def _refuse(args: argparse.Namespace) -> None:
         raise UsageError("--max-churn cannot be negative")
     if args.state_files != "0" and (args.checkpoint_dir or args.checkpoint_from):
         raise UsageError("--state-files excludes --checkpoint-dir and --checkpoint-from: they are for job.state")
+    if args.central and args.migrate_all:
+        raise UsageError("--central and --migrate-all exclude each other")
     if args.replicas < 1:
         raise UsageError("--replicas is a number of nodes of at least 1")
     if not _has_cwd():

@@ -210,6 +210,14 @@ OURS: dict[str, tuple[Flag, ...]] = {
             _whole(),
         ),
     ),
+    "to measure against": (
+        Flag("--central", "state moves by way of one node, that of rank 0; only for measuring", switch=True),
+        Flag(
+            "--migrate-all",
+            "every node fetches all that its ranks need, also what it has; only for measuring",
+            switch=True,
+        ),
+    ),
     "workers that hang": (
         Flag(
             "--hang-timeout",

@@ -4,7 +4,7 @@
     npy:/path.npy  npy:/dir  npz:/path.npz?key=x              the rows of an array
     megatron:/prefix?seq_length=2048                          tokens of Megatron-LM's .bin and .idx
     jsonl:/dir  images:/dir  tar:/dir  tfrecord:/dir          lines, pictures by class, WebDataset's samples, records
-    parquet:/dir?columns=a,b                                  rows of tables
+    parquet:/dir?columns=a,b  arrow:/dir                      rows of tables
     tenplex:/path/index.txt                                   .npz samples by the index of the system Tenplex
 
 A path may be a URL of any protocol that fsspec knows: npy:http://host/x.npy, bytes:s3://bucket/dir?sample_bytes=129.
@@ -39,6 +39,7 @@ _FORMATS: Mapping[str, tuple[Callable[[Source], Dataset], tuple[str, ...]]] = {
     "tar": (records.open_tar, _FILES),
     "tfrecord": (records.open_tfrecord, _FILES),
     "parquet": (tables.open_parquet, (*_FILES, "columns")),
+    "arrow": (tables.open_arrow, (*_FILES, "columns")),
     "tenplex": (records.open_tenplex, ()),
 }
 

@@ -29,7 +29,7 @@ from tenplexrun.agent.logs import WorkerLogs
 from tenplexrun.agent.meeting import Meeting, find_meeting, named_ports, own_host
 from tenplexrun.agent.pool import SINGLE_THREADED, Pool
 from tenplexrun.agent.processes import Processes, module_command
-from tenplexrun.agent.rendezvous import token_proof
+from tenplexrun.agent.rendezvous import Charter, token_proof
 from tenplexrun.agent.session import NodeServices
 from tenplexrun.agent.signals import Signals
 from tenplexrun.assignment import least_cost
@@ -40,6 +40,7 @@ from tenplexrun.core.output import Output
 from tenplexrun.core.rounds import Member, Verdict
 from tenplexrun.errors import ProcessError
 from tenplexrun.store.client import StoreClient
+from tenplexrun.terms import terms_of
 from tenplexrun.vfs.client import ViewClient
 from tenplexrun.worker.checkpoint_client import CheckpointClient
 
@@ -112,7 +113,8 @@ class Node:
             )
             await self._warm_up()
             member = replace(member, ready_s=round(time.monotonic() - self.began, 3), data_bytes=data_bytes)
-            rest = (spec.timeouts.lease_s, spec.meeting.hosted, token_proof(self.token))
+            charter = Charter(token_proof(self.token), terms_of(spec), host)
+            rest = (spec.timeouts.lease_s, spec.meeting.hosted, charter)
             launch = Launch(spec.run_id, member, self._settings(), *rest)
             agent = Agent(launch, coordination, services, desk, died, signals)
             agent.on_joined = lambda key: self.processes.set_cleanup(coordination.removals(key) if key else ())
@@ -191,6 +193,7 @@ class Node:
             unreachable_s=times.unreachable_s,
             max_churn=spec.max_churn,
             replicas=spec.replicas,
+            way=spec.way,
             assign=least_cost,
             durable=spec.checkpoints is not None,
         )

@@ -134,8 +134,18 @@ class StoreClient(Protocol):
     async def inventory(self) -> list[Record]:
         """What is here and passes its checksums: a list of `Holding` records."""
 
-    async def pull(self, snapshot: Record, layout: Record, claim: Record, fetches: Sequence[Record]) -> Record:
-        """Fetch regions from peers' stores and keep them beside the snapshot.
+    async def pull(
+        self,
+        round_number: int,
+        snapshot: Record,
+        layout: Record,
+        claim: Record,
+        fetches: Sequence[Record],
+        buddy: Record | None = None,
+        after: Record | None = None,
+    ) -> Record:
+        """Fetch regions from peers' stores, with which this round starts, and keep them with their snapshot until the
+        round's first commit. `buddy`: as for `open_round`. `after`: not before the sources hold this claim.
         Returns {"num_bytes", "seconds", "num_fetches"}."""
 
     async def progress(self) -> Record:
@@ -149,6 +159,9 @@ class StoreClient(Protocol):
 
     async def layout(self, digest: str, peers: Sequence[str]) -> Record:
         """The layout of this digest, from here or from one of the peers' stores."""
+
+    async def metrics(self, text: str) -> None:
+        """What the store serves for Prometheus besides its own numbers, from now on."""
 
 
 class CheckpointClient(Protocol):

@@ -85,20 +85,34 @@ def http_files(root: Path) -> Iterator[FileServer]:
         thread.join()
 
 
-@contextlib.contextmanager
-def s3_server(patch: pytest.MonkeyPatch, port: int = 0) -> Iterator[str]:
-    """Its address, which fsspec here, and whatever is started here, uses for s3://bucket."""
-    from moto.server import ThreadedMotoServer
+class S3Server:
+    """What it stores stays where it is stopped and started again, at the same address."""
 
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=port, verbose=False)
-    server.start()
-    host, found = server.get_host_and_port()
-    address = f"http://{host}:{found}"
-    for name, value in {**KEYS, "FSSPEC_S3_ENDPOINT_URL": address}.items():
+    def __init__(self) -> None:
+        self._port = 0
+        self.start()
+
+    def start(self) -> None:
+        from moto.server import ThreadedMotoServer
+
+        self._server = ThreadedMotoServer(ip_address="127.0.0.1", port=self._port, verbose=False)
+        self._server.start()
+        host, self._port = self._server.get_host_and_port()
+        self.url = f"http://{host}:{self._port}"
+
+    def stop(self) -> None:
+        self._server.stop()
+
+
+@contextlib.contextmanager
+def s3_server(patch: pytest.MonkeyPatch) -> Iterator[S3Server]:
+    """fsspec here, and in whatever is started here, uses it for s3://."""
+    server = S3Server()
+    for name, value in {**KEYS, "FSSPEC_S3_ENDPOINT_URL": server.url}.items():
         patch.setenv(name, value)
-    patch.setitem(conf, "s3", {"endpoint_url": address})
+    patch.setitem(conf, "s3", {"endpoint_url": server.url})
     try:
-        yield address
+        yield server
     finally:
         server.stop()
 

@@ -1,4 +1,7 @@
-"""What a plan of least movement is measured against: moving everything, and moving by way of one node. Pure."""
+"""What a plan of least movement is measured against: moving everything, and moving by way of one node. Pure.
+
+A run with --migrate-all or --central executes these; `tenplexctl plan --baselines` only counts them.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ from dataclasses import dataclass, replace
 
 from tenplexrun.core.planner import Holders, NodePlan, ReconfigurationPlan, plan, plan_node
 from tenplexrun.core.ptc import PTC
+from tenplexrun.core.rounds import Way
+from tenplexrun.core.validation import validate_part
 
 _BEFORE = " as it was"
 
@@ -16,11 +21,8 @@ def migrate_all(target: PTC, holders: Holders, racks: Mapping[str, str] | None =
 
     Raises StateLostError that names every needed region without a living copy.
     """
-    before = {f"{node}{_BEFORE}": held for node, held in holders.items()}  # so that nobody has what it needs
-    labels = {**(racks or {}), **{f"{node}{_BEFORE}": rack for node, rack in (racks or {}).items()}}
-    return ReconfigurationPlan(
-        {node: _renamed(part) for node, part in plan(target, before, labels if racks else None).parts.items()}
-    )
+    moves = plan(target, _apart(holders), _labels(racks))
+    return ReconfigurationPlan({node: _renamed(part) for node, part in moves.parts.items()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +42,65 @@ def central(target: PTC, holders: Holders, node: str) -> Central:
 
     Raises StateLostError that names every needed region without a living copy.
     """
-    everything = replace(target, nodes=(node,) * target.config.world_size)
+    everything = _everything_on(node, target)
     gather = plan_node(node, everything, holders)
-    held = {fqn: boxes for fqn, boxes in everything.regions_on(node).items() if fqn not in gather.absent}
-    return Central(gather, plan(target, {node: held}))
+    return Central(gather, plan(target, _gathered(gather, everything)))
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a node fetches: then it holds the state of `ranks`. With a `hub` it begins when that one holds the state of
+    all. `lower_bound_bytes`: the least that any plan must bring here."""
+
+    plan: NodePlan
+    ranks: tuple[int, ...]
+    lower_bound_bytes: int
+    hub: str | None = None
+
+
+def part_of(way: Way, node: str, target: PTC, holders: Holders, racks: Mapping[str, str] | None = None) -> Part:
+    """The part of `node`, planned and proved; rank 0's node is the hub of what goes by way of one.
+
+    Raises StateLostError that names every needed region without a living copy, LayoutError where the proof fails.
+    """
+    ranks, hub = tuple(rank for rank, name in enumerate(target.nodes) if name == node), target.nodes[0]
+    least = plan_node(node, target, holders, racks)
+    bound = least.lower_bound_bytes
+    if way == "migrate-all":
+        own = plan_node(node, target, _apart(holders), _labels(racks))
+        validate_part(own, target, _apart(holders))
+        return Part(_renamed(own), ranks, bound)
+    if way == "central":
+        everything = _everything_on(hub, target)
+        gather = plan_node(hub, everything, holders)
+        if node == hub:
+            validate_part(gather, everything, holders)
+            return Part(gather, tuple(range(target.config.world_size)), bound)
+        gathered = _gathered(gather, everything)
+        own = plan_node(node, target, gathered)
+        validate_part(own, target, gathered)
+        return Part(own, ranks, bound, hub)
+    validate_part(least, target, holders)
+    return Part(least, ranks, bound)
+
+
+def _apart(holders: Holders) -> Holders:
+    """So that nobody has what it needs."""
+    return {f"{node}{_BEFORE}": held for node, held in holders.items()}
+
+
+def _labels(racks: Mapping[str, str] | None) -> Mapping[str, str] | None:
+    return {**racks, **{f"{node}{_BEFORE}": rack for node, rack in racks.items()}} if racks else None
+
+
+def _everything_on(node: str, target: PTC) -> PTC:
+    return replace(target, nodes=(node,) * target.config.world_size)
+
+
+def _gathered(gather: NodePlan, everything: PTC) -> Holders:
+    """What the node holds then."""
+    regions = everything.regions_on(gather.node)
+    return {gather.node: {fqn: boxes for fqn, boxes in regions.items() if fqn not in gather.absent}}
 
 
 def _renamed(part: NodePlan) -> NodePlan:

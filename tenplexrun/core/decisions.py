@@ -10,7 +10,7 @@ from tenplexrun.core.durable import Found
 from tenplexrun.core.layout import Layout
 from tenplexrun.core.parallel import ParallelConfig
 from tenplexrun.core.placement import Assign
-from tenplexrun.core.rounds import Ack, Cause, Failure, Member, Participant, Request, Round, Stop, Verdict
+from tenplexrun.core.rounds import Ack, Cause, Failure, Member, Participant, Request, Round, Stop, Verdict, Way
 from tenplexrun.errors import QuorumLostError
 
 CHURN = ("node_lost", "node_left", "node_joined")
@@ -25,8 +25,8 @@ class Settings:
     """What the launch fixed. Times in seconds; while there is room, joins are gathered for `join_window_s`.
 
     A member without a link to the decider for `unreachable_s` counts as lost. `max_churn`: how many times the nodes of
-    a job may change. `replicas`: on how many nodes each part of a snapshot shall be. `assign` solves the placement of
-    nodes; without it they keep their order. `durable`: there may be durable checkpoints.
+    a job may change. `replicas`: on how many nodes each part of a snapshot shall be. `way`: of moves. `assign` solves
+    the placement of nodes; without it they keep their order. `durable`: there may be durable checkpoints.
     """
 
     min_nodes: int
@@ -40,6 +40,7 @@ class Settings:
     unreachable_s: float = 10.0
     max_churn: int | None = None
     replicas: int = 1
+    way: Way = "least"
     assign: Assign | None = None
     durable: bool = False
 

@@ -158,6 +158,7 @@ def _form(view: View, round_: Round, settings: Settings, now: float, gathered: M
         extents=forming.extents(gathered),
         checkpoint=found.checkpoint,
         replicas=settings.replicas,
+        way=settings.way,
     )
     formed = inputs.frozen(formed, view.members)
     return Decision(f"round {round_.number} runs at {selection.parallel} {formed.origin}", formed)

@@ -1,6 +1,7 @@
 """What every node plans its part of a round from, frozen in the round document, and the proof that it is the same.
 
-The inputs are the snapshot, who holds what of it (the inventory), ranks on nodes, labels, and the planner's version.
+The inputs are the snapshot, who holds what of it (the inventory), ranks on nodes, labels, the way of moves, and the
+planner's version.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ def digest(round_: Round) -> str:
         "config": round_.parallel.to_json(),
         "placement": [[part.node, part.first_rank, part.num_workers] for part in round_.participants],
         "racks": dict(round_.racks),
+        "way": round_.way,
     }
     canonical = json.dumps(record, sort_keys=True, separators=(",", ":"))
     return hashlib.blake2b(canonical.encode("utf-8"), digest_size=16).hexdigest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -59,6 +60,11 @@ def lengths(dims: Sequence[Sequence[Run]]) -> tuple[int, ...]:
 
 def whole(dims: Sequence[Sequence[Run]]) -> Local:
     """The stored array itself."""
+    return _whole(tuple(map(tuple, dims)))
+
+
+@functools.lru_cache(maxsize=1024)  # the layers of a model are alike
+def _whole(dims: tuple[tuple[Run, ...], ...]) -> Local:
     shape = lengths(dims)
     return Local(shape, tuple(_parts(dims, tuple((0, length) for length in shape), 0)))
 

@@ -133,6 +133,8 @@ def cover(region: Region, pieces: Sequence[Region]) -> list[tuple[int, Region]]:
     for index, piece in enumerate(pieces):
         if not left:
             break
+        if not tiles and piece.contains(region):  # mostly
+            return [(index, region)]
         tiles.extend((index, common) for box in left if (common := box.intersect(piece)) is not None)
         left = [rest for box in left for rest in _cut(box, piece)]
     if left:

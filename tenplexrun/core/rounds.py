@@ -21,13 +21,15 @@ from typing import Any, Literal
 from tenplexrun.core.durable import Checkpoint
 from tenplexrun.core.extents import Placement, Spans
 from tenplexrun.core.parallel import ParallelConfig
-from tenplexrun.core.snapshots import Holding, SnapshotId
+from tenplexrun.core.snapshots import BuddyClaim, Holding, SnapshotId
 
 Record = dict[str, Any]
 SCHEMA = 1
 
 Phase = Literal["gathering", "running", "ended"]
 CauseKind = Literal["start", "worker_failed", "worker_hung", "node_lost", "node_left", "node_joined", "resize", "end"]
+Way = Literal["least", "migrate-all", "central"]
+"""How state gets to the nodes of a round: see `core.baselines`."""
 FAILURES = ("worker_failed", "worker_hung")
 """Causes that count against --max-restarts."""
 
@@ -192,7 +194,7 @@ class Round:
     `evicted`: nodes that count as gone, whatever else is written of them. A node that comes back has a new name.
     `checkpoint`: read if there is no snapshot; `refused`: those that could not be. `saved`: the last step of which a
     durable checkpoint was published.
-    `replicas`: on how many nodes each part of its snapshots shall be.
+    `replicas`: on how many nodes each part of its snapshots shall be. `way`: how what it starts from gets to the nodes.
     `vain`: how many rounds in a row have failed alike, from one snapshot, without a newer one.
     `extents`: by dataset and node, which ones it held.
     `churn`: how often nodes came or went. `departures`: by host, how often of late, and the Unix time of the last.
@@ -221,6 +223,7 @@ class Round:
     algorithm: int = 0
     inputs: str = ""
     replicas: int = 1
+    way: Way = "least"
     checkpoint: Checkpoint | None = None
     refused: tuple[str, ...] = ()
     saved: int | None = None
@@ -258,6 +261,13 @@ class Round:
         """Of datasets, as `node` sees it."""
         stores = {p.node: p.store for p in self.participants}
         return Placement(node, stores, {p.node: p.data_bytes for p in self.participants}, self.extents)
+
+    def buddy_claim(self, node: str) -> BuddyClaim | None:
+        """What `node` holds for others in this round; None where no copies are wanted or possible."""
+        if self.replicas == 1 or len(self.participants) == 1:
+            return None
+        workers = tuple(participant.num_workers for participant in self.participants)
+        return BuddyClaim(self.parallel, workers, self.replicas, self.nodes.index(node))
 
     def without(self, node: str) -> bool:
         """Whether the others go on without this node: it may see so before it knows that its key is gone."""

@@ -1,7 +1,8 @@
-"""Rows of Parquet files, by the library pyarrow (the extra `parquet`).
+"""Rows of Parquet and Arrow files, by the library pyarrow (the extra `parquet`).
 
-A row is found by decoding its row group; the last few of these are kept. So `order_algo="blocks-1:B:W"` with B near the
-rows of a group and a small W reads each group about once an epoch, and "feistel-1" nearly always decodes anew.
+A row is found by decoding its row group (Arrow: its record batch); the last few of these are kept. So
+`order_algo="blocks-1:B:W"` with B near the rows of a group and a small W reads each group about once an epoch, and
+"feistel-1" nearly always decodes anew.
 """
 
 from __future__ import annotations
@@ -25,23 +26,21 @@ _KEPT_GROUPS = 32
 class RowGroups:
     """Rows by number over the row groups of some files. A copy in another process has decoded nothing yet."""
 
-    def __init__(self, paths: list[str], columns: list[str] | None) -> None:
-        from pyarrow import parquet
-
-        self._paths, self._columns, self._read = paths, columns, parquet.ParquetFile
+    def __init__(self, kind: str, paths: list[str], columns: list[str] | None) -> None:
+        self._kind, self._paths, self._columns = kind, paths, columns
+        lengths, self._read = _KINDS[kind]
         self._groups: list[tuple[str, int]] = []
         self._firsts: list[int] = []
         self._kept: dict[int, Any] = {}
         self.num_rows = 0
         for path in paths:
-            metadata = parquet.read_metadata(_file(path))
-            for group in range(metadata.num_row_groups):
+            for group, length in enumerate(lengths(path)):
                 self._groups.append((path, group))
                 self._firsts.append(self.num_rows)
-                self.num_rows += metadata.row_group(group).num_rows
+                self.num_rows += length
 
-    def __reduce__(self) -> tuple[type[RowGroups], tuple[list[str], list[str] | None]]:
-        return RowGroups, (self._paths, self._columns)
+    def __reduce__(self) -> tuple[type[RowGroups], tuple[str, list[str], list[str] | None]]:
+        return RowGroups, (self._kind, self._paths, self._columns)
 
     def place(self, number: int) -> tuple[int, int]:
         """Which group a row is in, and which of that it is."""
@@ -59,8 +58,7 @@ class RowGroups:
             while len(self._kept) >= _KEPT_GROUPS:
                 self._kept.pop(next(iter(self._kept)))
             path, own = self._groups[group]
-            with self._read(_file(path)) as file:
-                self._kept[group] = file.read_row_group(own, columns=self._columns)
+            self._kept[group] = self._read(path, own, self._columns)
         [found] = self._kept[group].slice(row, 1).to_pylist()
         return dict(found)
 
@@ -68,6 +66,48 @@ class RowGroups:
 def _file(path: str) -> Any:
     """What pyarrow reads from."""
     return open_file(path) if is_url(path) else path
+
+
+def _parquet_lengths(path: str) -> list[int]:
+    from pyarrow import parquet
+
+    metadata = parquet.read_metadata(_file(path))
+    return [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
+
+
+def _parquet_rows(path: str, group: int, columns: list[str] | None) -> Any:
+    from pyarrow import parquet
+
+    with parquet.ParquetFile(_file(path)) as file:
+        return file.read_row_group(group, columns=columns)
+
+
+def _arrow(path: str) -> Any:
+    """A reader of record batches; of a file in the stream format, which has no index, a table as its only group."""
+    import pyarrow
+
+    file = open_file(path) if is_url(path) else pyarrow.memory_map(path)
+    try:
+        return pyarrow.ipc.open_file(file)
+    except pyarrow.ArrowInvalid:
+        file.seek(0)
+        return pyarrow.ipc.open_stream(file).read_all()
+
+
+def _arrow_lengths(path: str) -> list[int]:
+    found = _arrow(path)
+    if not hasattr(found, "num_record_batches"):
+        return [found.num_rows]
+    return [found.get_batch(group).num_rows for group in range(found.num_record_batches)]
+
+
+def _arrow_rows(path: str, group: int, columns: list[str] | None) -> Any:
+    found = _arrow(path)
+    rows = found.get_batch(group) if hasattr(found, "num_record_batches") else found
+    return rows if columns is None else rows.select(columns)
+
+
+_KINDS = {"parquet": (_parquet_lengths, _parquet_rows), "arrow": (_arrow_lengths, _arrow_rows)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,16 +139,25 @@ def _as_json(raw: bytes, _: int) -> Any:
 
 def open_parquet(source: Source) -> Dataset:
     """A sample is a row, {column: value}, of the columns that the option `columns` names (a,b), or of all."""
+    return _open("parquet", source)
+
+
+def open_arrow(source: Source) -> Dataset:
+    """The same of Arrow's files, of the file or the stream format."""
+    return _open("arrow", source)
+
+
+def _open(kind: str, source: Source) -> Dataset:
     try:
         from pyarrow import ArrowException
     except ImportError as error:
-        raise DataError("parquet needs pyarrow: pip install 'tenplexrun[parquet]'") from error
+        raise DataError(f"{kind} needs pyarrow: pip install 'tenplexrun[parquet]'") from error
     columns = source.option("columns", "").split(",") if "columns" in source.options else None
-    files = source.files("**/*.parquet")
+    files = source.files(f"**/*.{kind}")
     try:
-        rows = RowGroups([piece.path for piece in files], columns)
+        rows = RowGroups(kind, [piece.path for piece in files], columns)
     except (ArrowException, ValueError) as error:
-        raise DataError(f"dataset {source.spec}: not a Parquet file: {error}") from error
+        raise DataError(f"dataset {source.spec}: not a file of the format {kind}: {error}") from error
     nowhere = np.empty(0, dtype=np.int64)
     pieces, spans = Pieces(files), Spans(nowhere, nowhere, _as_json)
     return Table(source.spec, rows.num_rows, "", (), pieces, spans=spans, note=f"{columns}", rows=rows)

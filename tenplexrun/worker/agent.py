@@ -35,9 +35,10 @@ class Agent:
         self._fence = threading.Lock()
         self._channel = BlockingChannel(launch.agent)
         self.page = _open_page(launch.control)
-        self._channel.request(
+        reply = self._channel.request(
             "hello", rank=launch.rank, local_rank=launch.local_rank, round=launch.round, pid=os.getpid()
         )
+        self.source: str | None = reply.get("index")  # of what `restore` will give, if some of it is here already
 
     def declare(self, layout: Layout, config: ParallelConfig, groups: dict[str, int]) -> tuple[list[str], bool]:
         """Reserve the round's slots. `groups`: the optimizer's group of each parameter.

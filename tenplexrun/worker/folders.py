@@ -56,7 +56,7 @@ class Folder:
     def read(self, stored: Stored) -> bytes:
         """Raises CheckpointError when the bytes are not all there."""
         try:
-            data = bytes(self.fs.cat_file(self.at(stored.file), stored.offset, stored.offset + stored.length))
+            data = bytes(self.fs.cat_file(self.at(stored.file), start=stored.offset, end=stored.offset + stored.length))
         except Exception as error:  # whatever a backend raises
             raise CheckpointError(f"{self.url}/{stored.file} cannot be read: {reason(error)}") from error
         if len(data) != stored.length:

@@ -18,6 +18,7 @@ from tenplexrun.core.shuffle import FEISTEL
 from tenplexrun.errors import UsageError
 from tenplexrun.worker import device
 from tenplexrun.worker.agent import Agent
+from tenplexrun.worker.ahead import Source
 from tenplexrun.worker.data import Batch, Loader, open_loader
 from tenplexrun.worker.launch import Launch, Place, parallel_from_env
 from tenplexrun.worker.placements import Rules
@@ -63,6 +64,7 @@ class Job:
         self.mesh, self.parallel, self.coord, self.device = mesh, place.config, place.coord, place.device
         self.rank, self.round, self.launched = launch.rank, launch.round, agent is not None
         self._state: State | None = None
+        self._source = Source(agent.source, place) if agent is not None and agent.source else None
 
     def state(
         self,
@@ -124,7 +126,8 @@ class Job:
         state = state or self._state
         if state is None:
             raise UsageError("job.steps must know what to keep: call job.state(model=..., optimizer=...) before it")
-        session = Session(self._agent, self._launch, self._place, state, loader) if self._agent else None
+        source, self._source = self._source, None
+        session = Session(self._agent, self._launch, self._place, state, loader, source) if self._agent else None
         start = session.begin() if session else 0
         try:
             for step in range(start, until):

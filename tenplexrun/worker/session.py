@@ -12,6 +12,7 @@ from tenplexrun.core.pace import Interval, Pace, Turns
 from tenplexrun.core.snapshots import arena_map
 from tenplexrun.errors import StateLostError
 from tenplexrun.worker.agent import Agent
+from tenplexrun.worker.ahead import Ahead, Source
 from tenplexrun.worker.boundary import Boundary, Words
 from tenplexrun.worker.data import Loader
 from tenplexrun.worker.exchange import agree, merged
@@ -23,8 +24,10 @@ from tenplexrun.worker.state import State
 class Session:
     """`begin` restores and gives the first step; then `before` each step, `committed` after it, `finish` at the end."""
 
-    def __init__(self, agent: Agent, launch: Launch, place: Place, state: State, loader: Loader) -> None:
-        self._agent, self._launch, self._place = agent, launch, place
+    def __init__(
+        self, agent: Agent, launch: Launch, place: Place, state: State, loader: Loader, source: Source | None
+    ) -> None:
+        self._agent, self._launch, self._place, self._source = agent, launch, place, source
         self._state, self._loader = state, loader
         # on a GPU one: another thread would have another current device and stream
         self._threads = launch.threads if place.device.type == "cpu" else 1
@@ -42,6 +45,7 @@ class Session:
         self._start = self._restore(layout)
         arena = arena_map(layout, self._place.config, self._launch.node_ranks)
         writer = SlotWriter(slots, arena, layout, self._place, self._threads)
+        Ahead(writer.ranges())
         turns, words = self._pacing(replicated)
         self._boundary = Boundary(self._agent, writer, turns, words, self._read)
         return self._start
@@ -85,11 +89,12 @@ class Session:
 
     def _restore(self, layout: Layout) -> int:
         reply = self._agent.restore()
+        maps = self._source.end() if self._source is not None else None
         if reply["snapshot"] is None:
             self._loader.begin(0)
             return 0
         began = time.monotonic()
-        snapshot = Snapshot(reply["index"])
+        snapshot = Snapshot(reply["index"], maps)
         targets = self._state.blank()
         filled, num_bytes = snapshot.fill(targets, layout, self._place, self._threads)
         missing = sorted(set(targets) - set(filled) - self._state.stream_names)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from tenplexrun.core.arena import ArenaMap, Entry
@@ -17,6 +17,7 @@ from tenplexrun.core.regions import Region
 from tenplexrun.errors import LayoutError, StateLostError, StoreError
 from tenplexrun.worker import device
 from tenplexrun.worker.launch import Place
+from tenplexrun.worker.maps import Maps
 from tenplexrun.worker.placements import local
 from tenplexrun.worker.staging import Copies, Stager, copies_of
 
@@ -48,11 +49,15 @@ class SlotWriter:
         own = [(entry, _held(layout, entry.fqn, place)) for entry in arena.entries if entry.writer == rank]
         self._threads = threads
         self._slots: list[list[tuple[Entry, Local, torch.Tensor]]] = []
-        for path in paths if arena.num_bytes else ():
-            slot = _mapped(Path(path), "r+")
+        for path in map(Path, paths if arena.num_bytes else ()):
+            slot = Maps(path.parent, "r+").get(path.name)
             if slot.nbytes < arena.num_bytes:
                 raise StoreError(f"slot {path} has {slot.nbytes} bytes, needs {arena.num_bytes}; restart the run")
             self._slots.append([(entry, held, _view(slot, entry)) for entry, held in own])
+
+    def ranges(self) -> Iterator[device.Bytes]:
+        """All that this rank writes."""
+        return (device.bytes_of(dest) for slot in self._slots for _, _, dest in slot)
 
     def write(self, slot: int, tensors: Tensors) -> None:
         """Copy local tensors to their places. Raises LayoutError when one has changed its shape or type."""
@@ -80,19 +85,29 @@ class SlotWriter:
 
 
 class Snapshot:
-    """The local pieces of one snapshot, as an index file lists them."""
+    """The local pieces of one snapshot, as an index file lists them. `maps`: those of its folder that exist already."""
 
-    def __init__(self, index_path: str) -> None:
+    def __init__(self, index_path: str, maps: Maps | None = None) -> None:
         path = Path(index_path)
         try:
             self.index = Index.from_json(json.loads(path.read_bytes()))
         except (OSError, ValueError) as error:
             raise StoreError(f"cannot read the snapshot's index {path}: {error}") from error
-        self._folder = path.parent
-        self._files: dict[str, device.Bytes] = {}
+        self.maps = maps or Maps(path.parent, "c")
         self._pieces: dict[str, list[Piece]] = {}
         for piece in self.index.pieces:
             self._pieces.setdefault(piece.fqn, []).append(piece)
+
+    def ranges(self, layout: Layout, place: Place) -> Iterator[device.Bytes]:
+        """What this rank will read, as far as it is here, each range from its first to its last byte."""
+        for fqn, pieces in self._pieces.items():
+            held = layout.local(fqn, place.config, place.coord)
+            for part, piece in itertools.product(held.parts if held is not None else (), pieces):
+                common = part.region.intersect(piece.region)
+                if common is not None:
+                    box = _view(self.maps.get(piece.file), piece)[common.relative_to(piece.region).slices]
+                    last = sum((length - 1) * stride for length, stride in zip(box.shape, box.stride(), strict=True))
+                    yield device.bytes_of(box.as_strided((last + 1,), (1,)))
 
     def fill(
         self, targets: Tensors, layout: Layout, place: Place, threads: int = 1
@@ -135,13 +150,7 @@ class Snapshot:
             except LayoutError as error:
                 raise StateLostError(f"tensor {spec.fqn}: {error}; the snapshot on this node is not complete") from None
             for copy in found:
-                yield view[copy.dest.slices], self._view(copy.piece)[copy.source.slices]
-
-    def _view(self, piece: Piece) -> torch.Tensor:
-        if piece.file not in self._files:
-            # "c": private pages, so that torch may have a writable view of what nobody may change
-            self._files[piece.file] = _mapped(self._folder / piece.file, "c")
-        return _view(self._files[piece.file], piece)
+                yield view[copy.dest.slices], _view(self.maps.get(copy.piece.file), copy.piece)[copy.source.slices]
 
 
 def _view(file: device.Bytes, where: Entry | Piece) -> torch.Tensor:
@@ -192,10 +201,3 @@ def _copy_all(moves: Sequence[Move], threads: int) -> None:
     with ThreadPoolExecutor(threads) as pool:
         for done in [pool.submit(work) for _ in range(threads)]:
             done.result()
-
-
-def _mapped(path: Path, mode: str) -> device.Bytes:
-    try:
-        return np.asarray(np.memmap(path, dtype=np.uint8, mode=mode))  # type: ignore[call-overload]
-    except (OSError, ValueError) as error:
-        raise StoreError(f"cannot map {path}: {error}; is the node's store alive?") from error

@@ -2,96 +2,26 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from checkpoint_jobs import again, alone, assert_equal, complete, data, full, job, loaded, same, start, steps
 from cluster import Cluster, descendants
 
-from tenplexrun.agent.sweep import sweep
 from tenplexrun.errors import CheckpointError, DataError, LayoutError
-
-PROGRAM = str(Path(__file__).resolve().parent.parent / "programs" / "checkpointed.py")
-DATA_BYTES = 2000  # 250 samples, steps of 10
 
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
-    """The job's folder: with the data, the losses it writes, and its checkpoints in `ck`."""
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "bytes").write_bytes(bytes((7 * index + index // 3) % 251 for index in range(DATA_BYTES)))
-    return tmp_path
-
-
-def job(home: Path, until: int, *more: str) -> list[str]:
-    return [PROGRAM, str(home), str(until), *more]
-
-
-def alone(home: Path, until: int, *more: str) -> dict[int, dict[str, Any]]:
-    """The same in one process, without us. Returns its steps."""
-    out = home / "alone"
-    shutil.rmtree(out, ignore_errors=True)
-    out.mkdir()
-    shutil.copytree(home / "data", out / "data")
-    subprocess.run([sys.executable, *job(out, until, *more)], check=True, timeout=300, cwd=home)
-    return steps(out)
-
-
-def steps(home: Path) -> dict[int, dict[str, Any]]:
-    """By step: the loss, and the samples of all dp ranks, of the newest round."""
-    found: dict[int, dict[str, Any]] = {}
-    paths = sorted(home.glob("losses-*.jsonl"), key=lambda path: int(path.name.split("-")[1]))
-    for path in paths:
-        for line in path.read_text().splitlines():
-            record = json.loads(line)
-            one = found.setdefault(record["step"], {"ids": {}})
-            one["loss"] = record["loss"]
-            one["ids"][path.name.split("-")[2]] = record["ids"]
-    for one in found.values():
-        one["ids"] = [sample for _, ids in sorted(one["ids"].items()) for sample in ids]
-    return found
-
-
-def same(found: dict[int, dict[str, Any]], expected: dict[int, dict[str, Any]], numbers: Sequence[int]) -> None:
-    assert sorted(found) == list(numbers)
-    for number in numbers:
-        assert math.isclose(found[number]["loss"], expected[number]["loss"], rel_tol=1e-9), number
-        assert found[number]["ids"] == expected[number]["ids"], number
-
-
-def start(cluster: Cluster, home: Path, command: list[str], *flags: str, nodes: int = 2) -> None:
-    common = [f"--nnodes={nodes}", f"--checkpoint-dir={home / 'ck'}", *flags]
-    for number, name in enumerate("abc"[:nodes], start=1):
-        cluster.start(name, f"127.0.0.{number}", common, command)
-
-
-def again(cluster: Cluster, name: str) -> Cluster:
-    """Another launch of the job, after all nodes of the one before have ended."""
-    sweep()
-    fresh = Cluster(cluster.out.parent / name, patience_s=cluster.patience_s)
-    fresh.out.mkdir()
-    return fresh
-
-
-def complete(home: Path) -> list[int]:
-    return sorted(int(path.parent.name.removeprefix("step-")) for path in (home / "ck").glob("step-*/.metadata"))
-
-
-def full(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = torch.load(path / "full.pt")
-    return found
+    return data(tmp_path)
 
 
 def test_plain_torch_reads_our_checkpoint_bit_by_bit(cluster: Cluster, home: Path) -> None:
@@ -100,16 +30,7 @@ def test_plain_torch_reads_our_checkpoint_bit_by_bit(cluster: Cluster, home: Pat
     assert complete(home)[-1] == 9, "the last step has one"
     assert len(complete(home)) <= 2
     same(steps(home), alone(home, 9), range(9))
-    loaded = home / "loaded"
-    loaded.mkdir()
-    url = str(home / "ck" / "step-000000009")
-    subprocess.run([sys.executable, *job(loaded, 9, "--load", url)], check=True, timeout=300)
-    ours, theirs = full(home), full(loaded)
-    assert ours["tensors"].keys() == theirs["tensors"].keys()
-    for name, tensor in ours["tensors"].items():
-        assert tensor.dtype == theirs["tensors"][name].dtype, name
-        assert torch.equal(tensor, theirs["tensors"][name]), name
-    assert ours["groups"] == theirs["groups"]
+    assert_equal(full(home), loaded(home, str(home / "ck" / "step-000000009")))
 
 
 def test_a_job_starts_from_a_checkpoint_of_plain_torch(cluster: Cluster, home: Path) -> None:
@@ -281,12 +202,9 @@ def test_nodes_come_and_go_and_each_checkpoint_is_whole(cluster: Cluster, home: 
     cluster.start("c", "127.0.0.3", common, command)
     cluster.kill_worker("a", 0)
     assert {cluster.exit_code(name) for name in "ac"} == {0}
-    loaded = home / "loaded"
-    loaded.mkdir()
     expected = alone(home, 150)
     assert {number: one["ids"] for number, one in steps(home).items()} == {n: one["ids"] for n, one in expected.items()}
     deadline = time.monotonic() + 600
     for step in complete(home)[::7]:
         assert time.monotonic() < deadline
-        url = str(home / "ck" / f"step-{step:09d}")
-        subprocess.run([sys.executable, *job(loaded, 9, "--load", url)], check=True, timeout=300, env=dict(os.environ))
+        loaded(home, str(home / "ck" / f"step-{step:09d}"))

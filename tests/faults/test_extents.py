@@ -22,6 +22,7 @@ from reader import row_of  # noqa: E402
 
 SAMPLES, SIZE, EXTENTS, EXTENT_BYTES = 4096, 4096, 64, 256 << 10
 WINDOW = 1 << 20
+BLOCK = 16  # samples that have one checksum
 FLAGS = [
     "--nproc-per-node=1", "--max-restarts=5", f"--view-window={WINDOW}", "--data-memory=64M",
     "--rdzv-conf=last_call_timeout=20",
@@ -109,3 +110,68 @@ def test_each_node_keeps_its_share(cluster: Cluster, dataset: str) -> None:
         assert taken(cluster, name) < SAMPLES * SIZE // 2 + 2 * WINDOW
     end(cluster)
     assert check_order(cluster) > 2 * SAMPLES // 24
+
+
+def test_a_lost_nodes_extents_are_read_again_and_nothing_else(cluster: Cluster, dataset: str) -> None:
+    for number in range(3):
+        start(cluster, number, "2:3", dataset)
+    for name in "abc":
+        extents_event(cluster, name, lambda event: event["owned"] in (21, 22))
+    cluster.wait_round(0, 3)
+    lost = numbers(cluster, "c")
+    before = {name: numbers(cluster, name) for name in "ab"}
+    cluster.progress(20)
+    cluster.kill_node("c")
+    cluster.wait_round(1, 2)
+    events = [extents_event(cluster, name, lambda event: event["owned"] == EXTENTS // 2) for name in "ab"]
+    assert sum(event["moved"] for event in events) == sum(event["bound"] for event in events)
+    assert sum(event["moved"] for event in events) == len(lost) * EXTENT_BYTES
+    assert [event["from_peers"] for event in events] == [0, 0]
+    assert all(before[name] < numbers(cluster, name) <= before[name] | lost for name in "ab")
+    cluster.progress(20)
+    end(cluster)
+    check_order(cluster)
+
+
+def test_a_node_that_joins_gets_its_share_from_the_others(cluster: Cluster, dataset: str) -> None:
+    for number in range(2):
+        start(cluster, number, "2:3", dataset)
+    cluster.wait_round(0, 2)
+    for name in "ab":
+        extents_event(cluster, name, lambda event: event["owned"] == EXTENTS // 2)
+    before = {name: numbers(cluster, name) for name in "ab"}
+    cluster.progress(5)
+    start(cluster, 2, "2:3", dataset)
+    cluster.wait_round(1, 3)
+    event = extents_event(cluster, "c", lambda event: event["owned"] == 21)
+    assert event["moved"] == event["bound"] == event["from_peers"] == 21 * EXTENT_BYTES
+    cluster.wait(lambda: sum(len(numbers(cluster, name)) for name in "abc") == EXTENTS, "what is given to be dropped")
+    assert all(numbers(cluster, name) < before[name] for name in "ab")
+    for name in "ab":
+        event = extents_event(cluster, name, lambda event: event["owned"] < EXTENTS // 2)
+        assert (event["moved"], event["bound"]) == (0, 0)
+    cluster.progress(20)
+    end(cluster)
+    check_order(cluster)
+
+
+def test_a_damaged_extent_is_noticed_and_fetched_anew(cluster: Cluster, dataset: str) -> None:
+    """By its owner's rank or for another node's, whichever reads it first; the script proves the rows."""
+    for number in range(2):
+        start(cluster, number, "2:2", dataset, pause_s=0.05)
+    cluster.wait_round(0, 2)
+    position = np.argsort(DataOrder(SAMPLES, 7, 24, 4).sample_at(np.arange(SAMPLES)))
+    block = int(position.reshape(-1, BLOCK).min(axis=1).argmax())  # it is read last of all
+    number, place = divmod(block * BLOCK, EXTENT_BYTES // SIZE)
+    owner = next(name for name in "ab" if number in numbers(cluster, name))
+    path = home(cluster, owner) / f"extent-{number:05d}.bin"
+    inode = path.stat().st_ino
+    path.chmod(0o600)
+    with open(path, "r+b") as file:
+        file.seek(place * SIZE)
+        file.write(b"\xff" * BLOCK * SIZE)
+    assert cluster.committed() * 24 < position.reshape(-1, BLOCK).min(axis=1).max(), "not read by now"
+    cluster.wait(lambda: path.exists() and path.stat().st_ino != inode, "the extent to be fetched anew")
+    cluster.progress(SAMPLES // 24)
+    end(cluster)
+    check_order(cluster)

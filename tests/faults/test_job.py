@@ -9,7 +9,6 @@ import signal
 import subprocess
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from cluster import Cluster
@@ -130,16 +129,18 @@ def test_a_layout_that_cannot_be_is_refused_and_the_job_goes_on(cluster: Cluster
     cluster.progress(3)
     words = re.compile(r"round 0 running (.*\n)+  in step \d+; 5 restart\(s\) left\n(.*\n)*  node .* ranks 0")
     cluster.wait(lambda: words.search(cluster.ctl("status").stdout), "the step in the status")
-    assert curl(cluster, "/v1/snapshots/newest")["tensors"]
+    assert json.loads(curl(cluster, "/v1/snapshots/newest"))["tensors"]
+    lines = re.compile(r"^tenplex_round 0\ntenplex_nodes 2\n.*^tenplex_committed_step [1-9]", re.MULTILINE | re.DOTALL)
+    cluster.wait(lambda: lines.search(re.sub("#.*\n", "", curl(cluster, "/metrics"))), "the agent's metrics")
     end(cluster)
 
 
-def curl(cluster: Cluster, path: str) -> dict[str, Any]:
+def curl(cluster: Cluster, path: str) -> str:
     """What the store of some node tells a person."""
     address = re.findall(r"store (\S+)", cluster.ctl("status").stdout)[0]
     token = cluster.ctl("token").stdout.strip()
     argv = ["curl", "-sSf", "--max-time", "60", "-H", f"Authorization: Bearer {token}", f"http://{address}{path}"]
-    return dict(json.loads(subprocess.run(argv, capture_output=True, check=True).stdout))
+    return subprocess.run(argv, capture_output=True, check=True, text=True).stdout
 
 
 def test_survivors_go_on_when_a_node_dies_under_a_script_that_only_reads_variables(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -255,3 +256,23 @@ def test_no_false_alarm_under_full_load(cluster: Cluster) -> None:
             process.kill()
             process.wait()
     end(cluster, "a")
+
+
+def test_a_node_with_other_flags_is_refused_in_one_line_and_the_job_goes_on(cluster: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import time; time.sleep(300)")
+    (tmp_path / "other.py").write_text("import time; time.sleep(301)")
+    flags = ["--nnodes=1:3", "--nproc-per-node=2", "--tp=2"]
+    cluster.start("a", "127.0.0.1", flags, [str(tmp_path / "train.py")])
+    cluster.workers("a")
+    wrong = ["--nnodes=1:3", "--nproc-per-node=2", "--state-files=1M"]
+    cluster.start("b", "127.0.0.2", wrong, [str(tmp_path / "train.py")])
+    assert cluster.agents.pop("b").wait(cluster.patience_s) == 2
+    line = cluster.log("b").splitlines()[-1]
+    assert "this node [127.0.0.2] and on 127.0.0.1" in line
+    assert "--state-files is 1048576 here, 0 there, --tp is 1 here, 2 there; give all nodes the same" in line
+    cluster.start("c", "127.0.0.3", flags, [str(tmp_path / "other.py")])
+    cluster.wait(lambda: any(e["round"] == 1 for e in cluster.events("c", "spawned")), "workers on c")
+    assert re.search(r"not the same on this node .*: the script is \S+/other.py here, \S+/train.py", cluster.log("c"))
+    assert not any(event["round"] == 2 for event in cluster.events("a", "spawned"))
+    cluster.agents["a"].send_signal(signal.SIGINT)
+    assert {cluster.exit_code(name) for name in cluster.agents} == {130}

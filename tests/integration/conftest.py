@@ -84,8 +84,16 @@ class Driver:
     def run(self, command: Command, envs: Sequence[Mapping[str, str]], host_store: bool = False) -> list[Outcome]:
         """Run workers to their ends, sweep, and tell how they ended."""
         pids = self.spawn(command, envs, host_store)
-        codes = {ended.pid: ended.code for ended in [self.exit() for _ in pids]}
-        self.do(self.pool.sweep())
+        codes: dict[int, int] = {}
+        try:
+            while len(codes) < len(pids):
+                ended = self.exit()
+                codes[ended.pid] = ended.code
+        except TimeoutError:
+            said = "\n".join(Path(command.cwd, f"err.{n}").read_text() for n in range(len(envs)))
+            pytest.fail(f"of the workers {pids} only {codes} have ended; they said:\n{said}")
+        finally:
+            self.do(self.pool.sweep())
         texts = [[Path(command.cwd, f"{name}.{n}").read_text() for name in ("out", "err")] for n in range(len(envs))]
         return [Outcome(codes[pid], *text) for pid, text in zip(pids, texts, strict=True)]
 

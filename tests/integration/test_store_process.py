@@ -118,7 +118,7 @@ def test_a_lost_half_comes_from_the_other_node(store: Callable[..., StoreProcess
         assert await train(b, 1, 5, (1,)) == snapshot == {"round": 1, "step": 5, "digest": LAYOUT.digest}
         await a.commit(1, 5)
         claim = {"config": ParallelConfig().to_json(), "ranks": [0]}
-        report = await a.pull(snapshot, LAYOUT.to_json(), claim, [fetch_of(16, address)])
+        report = await a.pull(2, snapshot, LAYOUT.to_json(), claim, [fetch_of(16, address)])
         assert (report["num_bytes"], report["num_fetches"]) == (64 * 16 * 8, 1)
         halves = await column_halves(a, snapshot)
         np.testing.assert_array_equal(np.hstack([halves[0], halves[16]]), W + 5)
@@ -184,7 +184,7 @@ def test_peer_of_another_run_is_refused(store: Callable[..., StoreProcess]) -> N
         await train(b, 1, 5, (1,))
         claim = {"config": CONFIG.to_json(), "ranks": [0, 1]}
         with pytest.raises(WireError, match="not that of this run"):
-            await a.pull(snapshot, LAYOUT.to_json(), claim, [fetch_of(16, address)])
+            await a.pull(2, snapshot, LAYOUT.to_json(), claim, [fetch_of(16, address)])
         assert len(await a.inventory()) == 1
 
     run(scenario)
@@ -204,7 +204,7 @@ async def begin_pull(client: StoreClient, snapshot: dict[str, Any], *addresses: 
     fetch = {"fqn": "big", "source": "b", "region": [[0], [48 << 20]], "num_bytes": 48 << 20}
     fetch |= {"address": addresses[0], "alternatives": addresses[1:]}
     claim = {"config": ONE.to_json(), "ranks": [0]}
-    pulling = asyncio.ensure_future(client.pull(snapshot, BIG.to_json(), claim, [fetch]))
+    pulling = asyncio.ensure_future(client.pull(2, snapshot, BIG.to_json(), claim, [fetch]))
     while not (await client.progress())["num_bytes"] and not pulling.done():
         await asyncio.sleep(0)
     return pulling
@@ -371,7 +371,7 @@ def test_a_long_move_is_told_of_and_a_superseded_one_is_given_up(
         victim.process.send_signal(signal.SIGSTOP)
         fetch = {"fqn": "big", "source": "b", "region": [[0], [48 << 20]], "num_bytes": 48 << 20, "address": address}
         claim = {"config": ONE.to_json(), "ranks": [0]}
-        pulling = a.pull(snapshot, BIG.to_json(), claim, [{**fetch, "alternatives": []}])
+        pulling = a.pull(2, snapshot, BIG.to_json(), claim, [{**fetch, "alternatives": []}])
         moving = asyncio.ensure_future(Transformer(a, events)._pull(7, pulling))
         while not told("moving"):
             await asyncio.sleep(0.05)

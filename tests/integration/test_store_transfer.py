@@ -69,7 +69,7 @@ class Node:
         return self.arena.seal(1, 7, 0, {"step": 7, "consumed": 70, "lr": 0.1})
 
     def pull(self, snapshot: SnapshotId, claim: Claim, fetches: list[dict[str, Any]], timeout_s: float = 5.0) -> Any:
-        record = {"snapshot": snapshot.to_json(), "layout": LAYOUT.to_json(), "claim": claim.to_json()}
+        record = {"round": 2, "snapshot": snapshot.to_json(), "layout": LAYOUT.to_json(), "claim": claim.to_json()}
         order = Order.from_json({**record, "fetches": fetches})
         return PullJob(self.arena, Peers(TOKEN, timeout_s), order).run()
 
@@ -149,6 +149,60 @@ def test_survivor_keeps_what_it_has(nodes: Nodes) -> None:
     assert survivor.pull(snapshot, WHOLE, fetches)["num_bytes"] < LAYOUT.num_bytes
     survivor.check(snapshot, WHOLE)
     assert {held.claims[0]: held.except_ for held in survivor.arena.inventory()} == {Claim(TWO, (0,)): (), WHOLE: ()}
+
+
+@contextlib.contextmanager
+def most_bytes(folder: Path) -> Iterator[list[int]]:
+    """The most that the arena in `folder` took at any moment until the end, once that has come."""
+    found, done = [0], threading.Event()
+
+    def look() -> None:
+        while not done.wait(0.0005):
+            sizes = []
+            for path in folder.glob("*.bin"):
+                with contextlib.suppress(FileNotFoundError):
+                    stats = path.stat()
+                    sizes.append((stats.st_ino, 512 * stats.st_blocks))  # one that is just renamed shows up twice
+            found[0] = max(found[0], sum(dict(sizes).values()))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    yield found
+    done.set()
+    thread.join()
+
+
+def test_a_move_takes_the_old_slot_and_the_two_new_ones_at_most(nodes: Nodes, tmp_path: Path) -> None:
+    """As the module `store.arena` says: what comes needs no memory of its own."""
+    survivor, other = nodes.add("a"), nodes.add("b")
+    snapshot = survivor.hold(TWO, (0,))
+    other.hold(TWO, (1,))
+    for node in (survivor, other):
+        node.arena.commit(1, 7)
+    old, new = (-(-arena_map(LAYOUT, *of).num_bytes // 4096) * 4096 for of in ((TWO, (0,)), (ONE, (0,))))
+    with most_bytes(tmp_path / "a") as peak:
+        survivor.pull(snapshot, WHOLE, nodes.fetches("a", snapshot, WHOLE))
+        assert tensor_files(survivor) == ["slot-1-0.bin", "slot-2-1.bin"]
+        survivor.check(snapshot, WHOLE)
+        slots = survivor.arena.open_round(2, LAYOUT, WHOLE)
+        survivor.check(snapshot, WHOLE)
+        survivor.arena.seal(2, 8, 0, {})
+    assert old + new < peak[0] <= old + 2 * new
+    survivor.arena.commit(2, 8)
+    assert tensor_files(survivor) == [slot.name for slot in slots]
+
+
+def test_a_free_slot_that_is_mapped_is_received_into_as_it_is(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshot, member = nodes.add("a").hold(ONE, (0,)), nodes.add("b")
+    fetches = nodes.fetches("b", snapshot, WHOLE)
+    member.hold(ONE, (0,))
+    for step in (8, 9):
+        member.arena.seal(1, step, step % 2, {})
+    member.arena.commit(1, 9)
+    monkeypatch.setattr(MappedFile, "write", lambda *_: pytest.fail("written a second time"))
+    member.pull(snapshot, WHOLE, fetches)
+    member.check(snapshot, WHOLE)
+    assert tensor_files(member) == ["slot-1-1.bin", "slot-2-1.bin"]
 
 
 def test_split_takes_parts_of_whole_tensors(nodes: Nodes) -> None:
@@ -311,7 +365,7 @@ def test_nonsense_from_a_source_is_one_error(nodes: Nodes, reply: bytes) -> None
 def test_cancelled_pull_ends_and_leaves_nothing(nodes: Nodes) -> None:
     snapshot = nodes.add("a").hold(ONE, (0,))
     joiner = nodes.add("c")
-    record = {"snapshot": snapshot.to_json(), "layout": LAYOUT.to_json(), "claim": WHOLE.to_json()}
+    record = {"round": 2, "snapshot": snapshot.to_json(), "layout": LAYOUT.to_json(), "claim": WHOLE.to_json()}
     job = PullJob(
         joiner.arena,
         Peers(TOKEN),
@@ -397,7 +451,7 @@ def test_where_the_first_replica_counts_its_value_takes_the_place_of_the_others(
     for name in "bc":
         (fetch,) = plan_node(name, shrunk, holders).fetches
         claim = Claim(shrunk.config, (0,)).to_json()
-        record = {"snapshot": snapshot.to_json(), "layout": layout.to_json(), "claim": claim}
+        record = {"round": 2, "snapshot": snapshot.to_json(), "layout": layout.to_json(), "claim": claim}
         fetches = [{**fetch.to_json(), "address": nodes.all[fetch.source].address, "alternatives": []}]
         PullJob(nodes.all[name].arena, Peers(TOKEN, 5.0), Order.from_json({**record, "fetches": fetches})).run()
         (piece,) = nodes.all[name].arena.get(snapshot).pieces

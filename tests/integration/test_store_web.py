@@ -124,6 +124,7 @@ def test_lists_and_metrics(site: Site) -> None:
     assert (status, headers["content-type"]) == (200, "text/plain; version=0.0.4; charset=utf-8")
     values = dict(line.split() for line in body.decode().splitlines() if not line.startswith("#"))
     assert values["tenplex_store_committed_step"] == "7"
+    assert not any(name.startswith("tenplex_round") for name in values), "no agent has said anything"
     assert values["tenplex_store_sealed_samples"] == "80"
     assert int(values["tenplex_store_sent_bytes_total"]) == 33 * 7 * item_bytes("bfloat16")
 

@@ -64,7 +64,7 @@ def test_regions_come_by_tls(source: tuple[Arena, int], files: Path, tmp_path: P
     fetch = {"fqn": "rows", "source": "a", "address": f"127.0.0.1:{port}"}
     parts = [(([3, 0], [1200, 1001]), "run"), (([0, 5], [1500, 7]), "strided")]
     fetches = [{**fetch, "region": region, "num_bytes": region[1][0] * region[1][1] * 8} for region, _ in parts]
-    record = {"snapshot": index.snapshot.to_json(), "layout": LAYOUT.to_json(), "claim": ONE.to_json()}
+    record = {"round": 2, "snapshot": index.snapshot.to_json(), "layout": LAYOUT.to_json(), "claim": ONE.to_json()}
     order = Order.from_json({**record, "fetches": fetches})
     PullJob(target, Peers("secret", 5.0, tls(files, "two").client()), order).run()
     for piece in target.get(index.snapshot).pieces:

@@ -99,6 +99,7 @@ def main():
     parser.add_argument("until", type=int)
     parser.add_argument("--load")
     parser.add_argument("--save")
+    parser.add_argument("--data", help="(default: OUT/data)")
     parser.add_argument("--seed", type=int, default=3)
     parser.add_argument("--pause", type=float, default=0.0)
     args = parser.parse_args()
@@ -111,7 +112,7 @@ def main():
         save_full(net, optimizer, args.out / "full.pt")
         return
     job.state(model=net, optimizer=optimizer, scheduler=scheduler)
-    data = args.out / "data"
+    data = args.data or args.out / "data"
     loader = job.loader(f"bytes:{data}?sample_bytes={WIDTH}", global_batch=10, micro_batch=2, seed=args.seed)
     for number, batch in job.steps(loader, until=args.until):
         if args.save and number == args.until - 1:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tenplexrun.core.baselines import central, migrate_all
+from tenplexrun.core.baselines import central, migrate_all, part_of
 from tenplexrun.core.layout import Layout
 from tenplexrun.core.planner import ReconfigurationPlan, plan, plan_node
 from tenplexrun.core.ptc import PTC
@@ -136,6 +136,15 @@ def test_baselines_give_the_same_with_more_bytes(pair: tuple[PTC, PTC]) -> None:
     assert_ranks_have_their_slices(target, scattered)
     assert set(by_way.scatter.egress()) <= {hub}
     assert by_way.num_bytes >= least.num_bytes
+
+    for node in set(target.nodes):
+        bound = least.parts[node].lower_bound_bytes
+        assert part_of("least", node, target, holders).plan == least.parts[node]
+        assert part_of("migrate-all", node, target, holders).plan == everything.parts[node]
+        own = part_of("central", node, target, holders)
+        assert own.plan == (by_way.gather if node == hub else by_way.scatter.parts[node])
+        assert (own.lower_bound_bytes, own.hub) == (bound, None if node == hub else hub)
+        assert set(own.ranks) >= {rank for rank, name in enumerate(target.nodes) if name == node}
 
 
 @given(layouts().flatmap(placed))

@@ -224,8 +224,25 @@ def test_parquet(tmp_path: Path) -> None:
     [*_, last] = index.differences(open_dataset(f"parquet:{tmp_path}"))
     assert last.endswith("b.parquet, row 5 of row group 2: its 24 bytes are others")
     (tmp_path / "b.parquet").write_bytes(b"no table")
-    with pytest.raises(DataError, match="not a Parquet file"):
+    with pytest.raises(DataError, match="not a file of the format parquet"):
         open_dataset(f"parquet:{tmp_path}")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_arrow(tmp_path: Path, stream: bool) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    table = pyarrow.table({"n": list(range(50)), "text": [f"t{n}" for n in range(50)]})
+    new = pyarrow.ipc.new_stream if stream else pyarrow.ipc.new_file
+    for name, part in (("a", table.slice(0, 30)), ("b", table.slice(30))):
+        with new(str(tmp_path / f"{name}.arrow"), table.schema) as writer:
+            writer.write_table(part, max_chunksize=7)
+    dataset = open_dataset(f"arrow:{tmp_path}")
+    assert list(dataset) == [{"n": n, "text": f"t{n}"} for n in range(50)]
+    assert pickle.loads(pickle.dumps(dataset))[-1] == {"n": 49, "text": "t49"}
+    assert list(open_dataset(f"arrow:file://{tmp_path}?columns=text"))[31] == {"text": "t31"}
+    (tmp_path / "b.arrow").write_bytes(b"no table")
+    with pytest.raises(DataError, match="not a file of the format arrow"):
+        open_dataset(f"arrow:{tmp_path}")
 
 
 def test_many_files_are_not_all_kept_open(tmp_path: Path) -> None:

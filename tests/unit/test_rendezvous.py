@@ -13,6 +13,7 @@ import pytest
 
 from tenplexrun.agent.memory import MemoryCoordination, MemoryLease, MemoryStore
 from tenplexrun.agent.rendezvous import (
+    Charter,
     Held,
     current_epoch,
     join_run,
@@ -46,11 +47,11 @@ def test_a_node_with_another_secret_ends_before_it_is_a_member() -> None:
     async def run() -> None:
         coordination = MemoryCoordination(MemoryStore())
         proofs = [token_proof(launch_token(secret * 16, "job")) for secret in (b"a", b"b")]
-        folder, lease = await join_run(coordination, "job", member("a"), 5.0, proof=proofs[0])
+        folder, lease = await join_run(coordination, "job", member("a"), 5.0, charter=Charter(proofs[0]))
         with pytest.raises(UsageError, match="--secret-file"):
-            await join_run(coordination, "job", member("b"), 5.0, proof=proofs[1])
+            await join_run(coordination, "job", member("b"), 5.0, charter=Charter(proofs[1]))
         assert list(await coordination.list(f"{folder}/members")) == [lease.key]
-        assert (await join_run(coordination, "job", member("c"), 5.0, proof=proofs[0]))[0] == folder
+        assert (await join_run(coordination, "job", member("c"), 5.0, charter=Charter(proofs[0])))[0] == folder
 
     asyncio.run(run())
 
@@ -93,7 +94,7 @@ def test_the_last_to_leave_takes_the_records_along() -> None:
 
 
 PARTICIPANTS = (Participant("a", "h", 0, 1, "a:2"), Participant("b", "h", 1, 1, "b:2"))
-PROOF = token_proof(launch_token(b"a" * 16, "job"))
+CHARTER = Charter(token_proof(launch_token(b"a" * 16, "job")))
 HELD = Round(3, "running", Cause("start", "", 0.0), "d", ParallelConfig(), PARTICIPANTS)
 
 
@@ -106,7 +107,7 @@ async def run_with_a_round(store: MemoryStore, round_: Round = HELD) -> tuple[Me
 
 
 async def take_up(coordination: MemoryCoordination, folder: str, held: KeyValue, name: str = "a") -> object:
-    return await resume(coordination, Held("job", folder, held, PROOF), member(name), 5.0)
+    return await resume(coordination, Held("job", folder, held, CHARTER), member(name), 5.0)
 
 
 def test_a_member_whose_key_ran_out_is_written_again_in_the_same_round() -> None:
@@ -163,8 +164,8 @@ def test_an_emptied_store_gets_one_round_from_whoever_comes_first() -> None:
         assert await current_epoch(emptied, "job") == folder
         assert (await emptied.list(folder))[held.key].value == held.value
         with pytest.raises(UsageError, match="--secret-file"):
-            await join_run(emptied, "job", member("stranger"), 5.0, proof="of another secret")
-        assert (await join_run(emptied, "job", member("c"), 5.0, proof=PROOF))[0] == folder
+            await join_run(emptied, "job", member("stranger"), 5.0, charter=Charter("of another secret"))
+        assert (await join_run(emptied, "job", member("c"), 5.0, charter=CHARTER))[0] == folder
 
     asyncio.run(run())
 
@@ -233,3 +234,23 @@ def test_the_secret_is_made_once_and_must_be_private(tmp_path: Path) -> None:
         read_secret(path)
     with pytest.raises(UsageError, match="--secret-file"):
         read_secret(Path(os.devnull) / "x")
+
+
+def test_a_node_with_other_flags_ends_before_it_is_a_member_or_is_told() -> None:
+    async def run() -> None:
+        coordination, notes = MemoryCoordination(MemoryStore()), list[str]()
+        terms = {"--tp": "2", "--state-files": "0", "--replicas": "2", "the script": "a.py"}
+        folder, lease = await join_run(coordination, "job", member("a"), 5.0, charter=Charter("p", terms, "host1"))
+        other = Charter("p", {**terms, "--state-files": "64", "--checkpoint-dir": "/ck", "--replicas": "1"}, "host2")
+        words = (
+            r"\[host2\] and on host1, .*: --checkpoint-dir is /ck here, none there, --state-files is 64 here, 0 there;"
+        )
+        with pytest.raises(UsageError, match=words):
+            await join_run(coordination, "job", member("b"), 5.0, charter=other, note=notes.append)
+        assert (notes, list(await coordination.list(f"{folder}/members"))) == ([], [lease.key])
+        like = Charter("p", {**terms, "--replicas": "1"}, "host3")
+        assert (await join_run(coordination, "job", member("c"), 5.0, charter=like, note=notes.append))[0] == folder
+        (note,) = notes
+        assert note.endswith("[host3] and on host1, which began the run job: --replicas is 1 here, 2 there")
+
+    asyncio.run(run())

@@ -12,10 +12,11 @@ import pytest
 from tenplexrun.core.arena import arena_map
 from tenplexrun.core.layout import Layout, Shard, TensorSpec
 from tenplexrun.core.parallel import ParallelConfig
-from tenplexrun.core.pieces import Index
+from tenplexrun.core.pieces import Index, Piece
 from tenplexrun.core.snapshots import Claim, SnapshotId
 from tenplexrun.errors import ArenaFullError, StoreError
 from tenplexrun.store.arena import Arena
+from tenplexrun.store.slots import Round
 
 LAYOUT = Layout(
     (
@@ -41,6 +42,19 @@ def fill(path: Path, step: int, layout: Layout = LAYOUT, claim: Claim = CLAIM) -
 def snapshot(arena: Arena, slots: Sequence[Path], number: int, step: int) -> SnapshotId:
     fill(slots[step % 2], step)
     return arena.seal(number, step, step % 2, {"step": step, "consumed": step * 10})
+
+
+def coming(number: int, claim: Claim = CLAIM) -> Round:
+    return Round.of(number, LAYOUT, claim, None)
+
+
+def arrive(arena: Arena, round_: Round, of: SnapshotId, piece: Piece) -> str:
+    """A copy of one of its pieces comes from a peer. Returns the file where it is."""
+    content = bytes(arena.file(piece.file).view[piece.offset : piece.offset + piece.num_bytes])
+    name = arena.stage(round_, piece.num_bytes)
+    arena.file(name).write(memoryview(content), 0)
+    arena.adopt(LAYOUT, arena.get(of), round_.claim, [replace(piece, file=name, offset=0)])
+    return name
 
 
 def tensor_files(folder: Path) -> list[str]:
@@ -144,9 +158,9 @@ def test_adopted_pieces_make_up_for_lost_ones(arena: Arena) -> None:
         file.seek(bad.offset)
         file.write(bytes(bad.num_bytes))
     arena.inventory()
-    name = arena.stage(sealed, bad.num_bytes)
-    arena.file(name).view[: bad.num_bytes] = content
     claim = Claim(ParallelConfig(tp=2), (0,))
+    name = arena.stage(coming(2, claim), bad.num_bytes)
+    arena.file(name).view[: bad.num_bytes] = content
     arena.adopt(LAYOUT, arena.get(sealed), claim, [replace(bad, file=name, offset=0)])
     held = {holding.claims: holding.except_ for holding in arena.inventory()}
     assert held == {(CLAIM,): (), (claim,): ()}
@@ -158,18 +172,75 @@ def test_full_arena_says_what_is_needed_and_leaves_nothing(tmp_path: Path) -> No
         arena.open_round(1, LAYOUT, CLAIM)
     assert tensor_files(tmp_path) == []
     with pytest.raises(ArenaFullError):
-        arena.stage(SnapshotId(1, 1, "d"), SLOT_BYTES + 101)
+        arena.stage(coming(1), SLOT_BYTES + 101)
     assert tensor_files(tmp_path) == []
 
 
 def test_memory_promised_to_one_pull_is_not_there_for_another(arena: Arena, tmp_path: Path) -> None:
     most_of_it = shutil.disk_usage(tmp_path).free * 6 // 10
-    first = arena.stage(SnapshotId(1, 1, "d"), most_of_it)
+    first = arena.stage(coming(1), most_of_it)
     with pytest.raises(ArenaFullError):
-        arena.stage(SnapshotId(1, 1, "d"), most_of_it)
-    arena.discard(first)
-    arena.discard(arena.stage(SnapshotId(1, 1, "d"), most_of_it))
+        arena.stage(coming(1), most_of_it)
+    arena.give_back(first)
+    arena.give_back(arena.stage(coming(1), most_of_it))
     assert tensor_files(tmp_path) == []
+
+
+def test_what_comes_goes_into_the_free_slot_which_the_next_round_keeps(arena: Arena, tmp_path: Path) -> None:
+    slots = arena.open_round(1, LAYOUT, CLAIM)
+    sealed = snapshot(arena, slots, 1, 1)
+    arena.commit(1, 1)
+    free = slots[0].stat().st_ino  # step 1 lies in the other one
+    (piece, *_) = arena.get(sealed).pieces
+    arrived = arrive(arena, coming(2), sealed, piece)
+    assert arrived == "slot-2-1.bin"
+    assert (tmp_path / arrived).stat().st_ino == free
+    assert tensor_files(tmp_path) == ["slot-1-1.bin", "slot-2-1.bin"], "no memory beside the slots"
+    new = arena.open_round(2, LAYOUT, CLAIM)
+    assert [new[1].name, new[1].stat().st_ino] == [arrived, free]
+    assert tensor_files(tmp_path) == ["slot-1-1.bin", "slot-2-0.bin", "slot-2-1.bin"]
+    assert [held.except_ for held in Arena.open(tmp_path).inventory()] == [()], "a store that was restarted has it, too"
+    later = snapshot(arena, new, 2, 2)
+    arena.commit(2, 2)
+    assert tensor_files(tmp_path) == ["slot-2-0.bin", "slot-2-1.bin"]
+    assert [held.snapshot for held in arena.inventory()] == [later]
+
+
+def test_what_comes_after_a_round_was_opened_goes_into_its_second_slot(arena: Arena, tmp_path: Path) -> None:
+    sealed = snapshot(arena, arena.open_round(1, LAYOUT, CLAIM), 1, 1)
+    (piece, *_) = arena.get(sealed).pieces
+    arena.open_round(2, LAYOUT, CLAIM)
+    assert arrive(arena, coming(2), sealed, piece) == "slot-2-1.bin"
+    assert tensor_files(tmp_path) == ["slot-1-1.bin", "slot-2-0.bin", "slot-2-1.bin"]
+    with pytest.raises(StoreError, match="round 1 is over"):
+        arena.stage(coming(1), 1)
+
+
+def test_a_second_pull_of_a_round_leaves_alone_what_the_first_has_brought(arena: Arena) -> None:
+    sealed = snapshot(arena, arena.open_round(1, LAYOUT, CLAIM), 1, 1)
+    (piece, *_) = arena.get(sealed).pieces
+    assert arrive(arena, coming(2), sealed, piece) == "slot-2-1.bin"
+    second, third = arena.stage(coming(2), 10), arena.stage(coming(2), 10)
+    assert (second, third) == ("pull-2-0.bin", "pull-2-1.bin")
+    for name in (second, third):
+        arena.give_back(name)
+
+
+def test_a_round_that_turns_out_larger_or_does_not_fit_keeps_what_came(tmp_path: Path) -> None:
+    arena = Arena.open(tmp_path, limit_bytes=4 * SLOT_BYTES)
+    sealed = snapshot(arena, arena.open_round(1, LAYOUT, CLAIM), 1, 1)
+    small = Claim(ParallelConfig(tp=2), (1,))
+    (piece, *_) = arena.get(sealed).pieces
+    arrived = arrive(arena, coming(2, small), sealed, piece)
+    large = Layout((*LAYOUT.tensors, TensorSpec("more", (SLOT_BYTES,), "uint8")))
+    with pytest.raises(ArenaFullError):
+        arena.open_round(2, large, CLAIM)
+    assert all(map(arena._intact, arena.get(sealed).pieces))
+    new = arena.open_round(2, LAYOUT, CLAIM)
+    assert new[1].name == arrived
+    assert [path.stat().st_size for path in new] == [SLOT_BYTES] * 2
+    assert all(path.stat().st_blocks * 512 >= SLOT_BYTES for path in new)
+    assert all(map(arena._intact, arena.get(sealed).pieces))
 
 
 def test_restart_finds_all_that_was_sealed(arena: Arena, tmp_path: Path) -> None:
@@ -177,7 +248,7 @@ def test_restart_finds_all_that_was_sealed(arena: Arena, tmp_path: Path) -> None
     snapshot(arena, slots, 1, 1)
     arena.commit(1, 1)
     snapshot(arena, slots, 1, 2)
-    arena.stage(SnapshotId(1, 1, LAYOUT.digest), 10)
+    (tmp_path / "pull-1-0.bin").write_bytes(b"0123456789")
     (tmp_path / "snapshot-9-9-d.json.new").write_text("{")
     again = Arena.open(tmp_path)
     assert again.inventory() == arena.inventory()
