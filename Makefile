@@ -30,7 +30,7 @@ coverage: setup
 	  tests/property/test_layout.py tests/property/test_validation.py
 	$(BIN)/coverage report -m --fail-under=100
 
-# Other launchers, for benchmarks/membership.py.
+# Other launchers and loaders, for benchmarks/membership.py and data.py.
 peers: build/peers/bin/ft_launcher
 build/peers/bin/ft_launcher: constraints.txt benchmarks/peers.txt
 	$(PYTHON) -m venv build/peers

@@ -80,6 +80,8 @@ class Agent:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._membership: list[asyncio.Task[Any]] = []
         services.links.bind(self._on_commit, self._on_lost, services.collector)
+        if services.links.agreement is not None:
+            services.links.agreement.end = self._request
 
     # --- life -----------------------------------------------------------------------------------------------------
 

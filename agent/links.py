@@ -4,10 +4,12 @@ A link that breaks is also the fastest news of a death: where the other end's po
 agent is gone, and nobody waits for the lease.
 
     hello {token, node, link}   -> host_etcd {learner}
-    sealed {round, step, held, committed, last}   -> replicate {round, step}   -> committed {round, step, checkpoint}
+    sealed {round, step, held, committed, last, digests}   -> replicate {round, step}   -> committed {round, step,
+    checkpoint}   -> checksums {round, step, key}
     written {round, step, part | error}
 
-`last`: no more steps will come. `checkpoint`: null, or a tag, and each node writes its part of a durable checkpoint.
+`last`: no more steps will come. `digests`: of what other nodes have, too, see `core.replicas`; where they differ, the
+decider asks for `checksums`. `checkpoint`: null, or a tag, and each node writes its part of a durable checkpoint.
 """
 
 from __future__ import annotations
@@ -15,14 +17,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from tenplexrun import channel
+from tenplexrun.agent.agreement import Agreement
 from tenplexrun.agent.durable import Collector
 from tenplexrun.channel import Channel
 from tenplexrun.core.commits import Commits, News
+from tenplexrun.core.replicas import Comparison, Split
 from tenplexrun.core.rounds import Round
 from tenplexrun.errors import TenplexError, WireError
 from tenplexrun.tls import Tls
@@ -30,7 +34,7 @@ from tenplexrun.tls import Tls
 PROBE_TIMEOUT_S = 1.0
 RETRY_S = 0.2
 FIRST_PROBE_S, LAST_PROBE_S = 0.02, 1.0
-INVITE_TIMEOUT_S = 40.0
+INVITE_TIMEOUT_S, CHECKSUMS_TIMEOUT_S = 40.0, 20.0
 
 OnCommit = Callable[[int, int, "str | None"], Awaitable[None]]
 OnLost = Callable[[str, str], Awaitable[None]]
@@ -76,7 +80,8 @@ class Links:
         self.on_invite: OnInvite = _ignore
         """Called where the decider wants a server of the run's etcd; `learner`: without a vote at first."""
         self._peers: dict[Channel, _Peer] = {}
-        self._commits = Commits(-1)
+        self.agreement: Agreement | None = None
+        self._commits, self._comparison = Commits(-1), Comparison()
         self._end = (-1, -1)  # round and step of the last snapshot
         self._collector: Collector | None = None
         self._followed: str | None = None
@@ -142,12 +147,13 @@ class Links:
         """The snapshot of this step is this node's last one."""
         self._end = (round_number, step)
 
-    def report(self, round_number: int, step: int, held: bool = True) -> None:
+    def report(self, round_number: int, step: int, held: bool = True, digests: Mapping[str, str] | None = None) -> None:
         """This node has sealed its part of a snapshot; `held`: and has what it owes of it. Said again to whoever
         decides later, with the newest commit heard of: not all may have heard of that."""
         committed = self._committed[1] if self._committed[0] == round_number else None
         last = self._end == (round_number, step)
         self._last_report = {"round": round_number, "step": step, "held": held, "committed": committed, "last": last}
+        self._last_report["digests"] = digests or {}
         if self._decider is not None:
             self._decider.notify("sealed", **self._last_report)
 
@@ -172,7 +178,10 @@ class Links:
                     await link.close()
             await asyncio.sleep(RETRY_S)
 
-    async def _from_decider(self, _link: Channel, op: str, args: dict[str, Any]) -> None:
+    async def _from_decider(self, _link: Channel, op: str, args: dict[str, Any]) -> dict[str, Any] | None:
+        if op == "checksums" and self.agreement is not None:
+            where = int(args["round"]), int(args["step"]), str(args["key"])
+            return {"checksums": await self.agreement.checksums(*where)}
         if op == "replicate":
             self.on_replicate(int(args["round"]), int(args["step"]))
         elif op == "host_etcd":
@@ -184,6 +193,7 @@ class Links:
             await self._on_commit(*self._committed, args["checkpoint"])
         else:
             raise WireError(f"the decider has no business to ask {op!r}")
+        return None
 
     # --- the decider ----------------------------------------------------------------------------------------------
 
@@ -191,6 +201,8 @@ class Links:
         """A round runs with these nodes: their reports make its commits."""
         commits = self._commits_of(round_number)
         self._announce(commits, commits.expect(nodes))
+        self._comparison.expected = frozenset(nodes)
+        self._look_into(self._comparison.settle())
 
     async def _serve(self, link: Channel, op: str, args: dict[str, Any]) -> dict[str, Any] | None:
         if op == "hello":
@@ -214,11 +226,26 @@ class Links:
         if news == News():  # said again after a break: so is the answer
             self._tell(commits, commits.known, [link])
         self._announce(commits, news)
+        if commits is self._commits:
+            self._look_into(self._comparison.report(peer.node, int(args["step"]), args["digests"]))
         return None
+
+    def _look_into(self, splits: Iterable[Split]) -> None:
+        if self.agreement is not None:
+            for split in splits:
+                self._spawn(self.agreement.look_into(self._commits.round, split, self._checksums))
+
+    async def _checksums(self, node: str, round_number: int, step: int, key: str) -> list[Any]:
+        """What a node has. Raises what it raised."""
+        link = next((link for link, peer in self._peers.items() if peer.node == node), None)
+        if link is None:
+            raise WireError(f"no link to {node}")
+        answer = await link.request("checksums", CHECKSUMS_TIMEOUT_S, round=round_number, step=step, key=key)
+        return list(answer["checksums"])
 
     def _commits_of(self, round_number: int) -> Commits:
         if round_number > self._commits.round:
-            self._commits = Commits(round_number)
+            self._commits, self._comparison = Commits(round_number), Comparison()
         # What is said of an older round is counted nowhere.
         return self._commits if round_number == self._commits.round else Commits(round_number)
 

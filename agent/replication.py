@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Mapping
 from typing import Any
 
 from tenplexrun.agent.events import EventLog
@@ -24,6 +25,7 @@ class Replication:
         self._round, self._store, self._links, self._events = round_, store, links, events
         self._owed_bytes = 0
         self._slots: dict[int, int] = {}  # by step
+        self._digests: Mapping[str, str] = {}
         self._begun = NONE
         self._task: asyncio.Task[None] | None = None
         links.on_replicate = self._begin
@@ -39,10 +41,12 @@ class Replication:
             f"{'(' if others else ''}{own / 2**20:.1f} MiB{others}{')' if others else ''}"
         )
 
-    def sealed(self, step: int, slot: int) -> None:
+    async def sealed(self, step: int, slot: int) -> None:
         """This node's own part is sealed."""
-        self._slots = {step: slot}
-        self._links.report(self._round.number, step, held=not self._owed_bytes)
+        self._slots, agreement = {step: slot}, self._links.agreement
+        if agreement is not None and len(self._round.participants) > 1:
+            self._digests = await agreement.digests(self._round.number, step)
+        self._links.report(self._round.number, step, held=not self._owed_bytes, digests=self._digests)
 
     def _begin(self, number: int, step: int) -> None:
         """All nodes have sealed `step`."""
@@ -65,7 +69,7 @@ class Replication:
                 pause = min(2 * pause, LAST_PAUSE_S)
                 continue
             self._events.emit("replicated", round=number, step=step, **moved)
-            self._links.report(number, step, held=True)
+            self._links.report(number, step, held=True, digests=self._digests)
             return
 
     async def stop(self) -> None:

@@ -156,6 +156,8 @@ class Session:
         if op == "declare":
             return await self._declare(args["layout"], args["config"], args["groups"])
         if op == "restore":
+            if self.round.checkpoint is not None and not args.get("declared", True):
+                return {"url": self.round.checkpoint.url, "step": self.round.checkpoint.step}
             return (await self._restoring()).to_json()
         if op == "sealed":
             self._on_sealed(int(args["step"]), int(args["slot"]), args.get("values"), bool(args["last"]))
@@ -246,7 +248,7 @@ class Session:
         self._sealed_step = step
         self._services.events.emit("sealed", round=self.round.number, step=step)
         if not without:  # else nobody could have a copy of all of it; the next one will do
-            self._replication.sealed(step, slot)
+            await self._replication.sealed(step, slot)
 
     async def _show(self, order: Mapping[str, Any], dp_rank: int) -> str:
         held = [holding for source in (self.round.sources or {}).values() for holding in source.holdings]

@@ -5,14 +5,18 @@
     loader: 200,000 / rows of 4 KiB in a second of one core         1
     packed files, read again: /dev/shm's rate / the view's          1/0.6
     packed files, read for the first time: 1 GB/s / the rate        1
-    whole files of 4 MiB: /dev/shm's rate / the view's              1/0.9
+    whole files of 4 MiB, by their links: /dev/shm's rate / ours    1/0.9
+    whole files of 110 KiB, by paths.txt: /dev/shm's rate / ours    1/0.9
     the next round's view of 10,000 whole files is there            0.05 s
+    remote, 5 ms a request: 10 × read-ahead's rate / the loader's   1
 
 Measured through a view's process as the agent runs it, mounted if FUSE is to be had. loader: batches of 512 random
 samples from extents, order, weights and commit included. numpy: `array[ids]`, the array in the process's own memory and
 the ids made before. The file system: one `pread` a row. Packed and whole files: by 1 MiB into a buffer that is kept.
 torchdata's StatefulDataLoader over the same array, and MosaicML's StreamingDataset over a local copy, shuffled, one
-process each, where `make peers` has installed them. All take turns; each has run before.
+process each, where `make peers` has installed them. All take turns; each has run before. remote: rows of a file behind
+a local HTTP server that waits before each answer; the loader's first epoch of 64 MiB, from the moment in which the view
+is told of it, beside fsspec's read-ahead cache that reads row by row in the same order.
 
     benchmarks/data.py [--quick] [--check]
 """
@@ -20,76 +24,30 @@ process each, where `make peers` has installed them. All take turns; each has ru
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import states
 from launchers import ROOT, Goal, cell, finish, median
+from views import View, server, view
 
-from tenplexrun.vfs.client import ViewClient
+from tenplexrun.core.order import DataOrder
 from tenplexrun.worker.data import Loader, open_loader
 
 SAMPLE_BYTES, BATCH, CHUNK = 4096, 512, 1 << 20
+REMOTE_ROWS, READ_AHEAD_ROWS, LATENCY_S = 16_384, 100, 0.005
 FILES, LARGE, MIDDLE = 10_000, 4 * states.MIB, 110 * 1024
 PEERS = ROOT / "build" / "peers" / "bin" / "python"
 Seconds = dict[str, list[float]]
-
-
-class View:
-    """A view's process on a node's folder, and the rounds that are shown."""
-
-    def __init__(self, home: Path) -> None:
-        self._socket, self._round = home / "view.sock", 0
-        config = {"dir": str(home), "socket": str(self._socket), "mode": "auto"}
-        self._process = subprocess.Popen([sys.executable, "-m", "tenplexrun.vfs.server", json.dumps(config)], cwd="/")
-        self.mode = self._ask(lambda client: client.hello())["mode"]
-
-    def next_round(self, order: dict[str, Any], size: int = 1, consumed: int = 0) -> tuple[Path, float]:
-        """Show rank 0's share, and drop the round before. Returns the folder and the seconds until it was there."""
-
-        async def show(client: ViewClient) -> tuple[Path, float]:
-            await client.hello()
-            began = time.perf_counter()
-            folder = Path(await client.show(self._round, order, 0, size, consumed))
-            seconds = time.perf_counter() - began
-            await client.drop(self._round - 1)
-            return folder, seconds
-
-        self._round += 1
-        return self._ask(show)
-
-    def _ask(self, question: Callable[[ViewClient], Awaitable[Any]]) -> Any:
-        async def asking() -> Any:
-            client = ViewClient(str(self._socket))
-            try:
-                return await question(client)
-            finally:
-                await client.close()
-
-        return asyncio.run(asyncio.wait_for(asking(), states.DEADLINE_S))
-
-    def close(self) -> None:
-        self._process.terminate()
-        self._process.wait(states.DEADLINE_S)
-
-
-@contextmanager
-def view(home: Path) -> Iterator[View]:
-    home.mkdir()
-    made = View(home)
-    try:
-        yield made
-    finally:
-        made.close()
 
 
 def in_turns(contenders: dict[str, Callable[[], float]], runs: int) -> Seconds:
@@ -188,8 +146,13 @@ def read_files(paths: Sequence[Path]) -> float:
     return time.perf_counter() - began
 
 
-def listed(folder: Path) -> list[Path]:
-    return [folder / name for name in (folder / "list.txt").read_text().splitlines()]
+def listed(folder: Path, name: str = "list.txt") -> list[Path]:
+    return [folder / line for line in (folder / name).read_text().splitlines()]
+
+
+def copied(files: Sequence[Path], folder: Path) -> list[Path]:
+    folder.mkdir()
+    return [Path(shutil.copyfile(file, folder / str(number))) for number, file in enumerate(files)]
 
 
 def packs(shown: View, path: Path, folder: Path, runs: int) -> tuple[Seconds, int]:
@@ -220,16 +183,62 @@ def pictures(folder: Path, count: int, num_bytes: int) -> dict[str, Any]:
     return {"dataset": f"images:{folder}", "global_batch": 8, "micro_batch": 8, "seed": 1}
 
 
-def whole(shown: View, order: dict[str, Any], runs: int) -> Seconds:
-    """Seconds to read all files: by the view, and where they are."""
-    files = listed(shown.next_round(order)[0])
-    direct = [file.resolve() for file in files]
-    return in_turns({"view": lambda: read_files(files), "/dev/shm": lambda: read_files(direct)}, runs)
+def whole(shown: View, order: dict[str, Any], home: Path, runs: int) -> Seconds:
+    """Seconds to read all files: by the view, and copies that are nowhere but in /dev/shm."""
+    folder, _ = shown.next_round(order)
+    copies = copied(listed(folder), home)
+    ways = {
+        "links": lambda: listed(folder),
+        "paths.txt": lambda: listed(folder, "paths.txt"),
+        "/dev/shm": lambda: copies,
+    }
+    return in_turns({name: lambda find=find: read_files(find()) for name, find in ways.items()}, runs)
 
 
 def switch(shown: View, order: dict[str, Any], runs: int) -> list[float]:
     """Seconds until the next round is shown."""
     return [shown.next_round(order, consumed=8 * number)[1] for number in range(runs + 1)][1:]
+
+
+# -- remote -----------------------------------------------------------------------------------------------------
+
+
+def remote(folder: Path, runs: int) -> dict[str, list[float]]:
+    """Rows a second by name."""
+    (folder / "remote").mkdir()
+    array = np.random.default_rng(0).integers(0, 256, size=(REMOTE_ROWS, SAMPLE_BYTES), dtype=np.uint8)
+    np.save(folder / "remote" / "rows.npy", array)
+    found: dict[str, list[float]] = {"tenplexrun": [], "read-ahead": []}
+    with server(folder / "remote", LATENCY_S) as url:
+        for number in range(runs):
+            with view(folder / f"node-remote-{number}") as shown:
+                began = time.perf_counter()
+                loader = open_loader(
+                    f"npy:{url}/rows.npy",
+                    global_batch=BATCH,
+                    micro_batch=32,
+                    seed=1,
+                    show=lambda order, shown=shown: str(shown.next_round(order)[0]),
+                )
+                for _ in range(REMOTE_ROWS // BATCH):
+                    batch = loader.next_batch()
+                    if not np.array_equal(batch.rows, array[batch.ids]):
+                        raise SystemExit("rows that came over HTTP are not the dataset's")
+                    loader.commit()
+                found["tenplexrun"].append(REMOTE_ROWS / (time.perf_counter() - began))
+            found["read-ahead"].append(read_ahead(f"{url}/rows.npy", loader.order))
+    return found
+
+
+def read_ahead(url: str, order: DataOrder) -> float:
+    """Rows a second of fsspec's cache, its defaults."""
+    with fsspec.open(url, cache_type="readahead") as file:
+        header = file.size - REMOTE_ROWS * SAMPLE_BYTES
+        began = time.perf_counter()
+        for number in order.sample_at(np.arange(READ_AHEAD_ROWS)).tolist():
+            file.seek(header + number * SAMPLE_BYTES)
+            file.read(SAMPLE_BYTES)
+        return READ_AHEAD_ROWS / (time.perf_counter() - began)
 
 
 # -- all of it --------------------------------------------------------------------------------------------------
@@ -249,8 +258,9 @@ def measure(folder: Path, quick: bool, runs: int) -> dict[str, Any]:
     (folder / "rows.npy").unlink()
     for name, number, num_bytes in (("large", 32 if quick else 64, LARGE), ("middle", 500 if quick else 2000, MIDDLE)):
         with view(folder / f"node-{name}") as shown:
-            found[name] = whole(shown, pictures(folder / name, number, num_bytes), runs)
+            found[name] = whole(shown, pictures(folder / name, number, num_bytes), folder / f"copies-{name}", runs)
             found[f"{name}_bytes"] = number * num_bytes
+    found["remote"] = remote(folder, min(runs, 3))
     with view(folder / "node-many") as shown:
         found["switch"] = switch(shown, pictures(folder / "many", FILES, 100), runs)
     return found
@@ -276,6 +286,9 @@ def show(found: dict[str, Any], runs: int) -> None:
         print(title)
         for name, seconds in found[key].items():
             print(f"  {name:28}  {cell([found[num_bytes] / each / 1e9 for each in seconds], runs)}")
+    print(f"remote, {LATENCY_S * 1e3:.0f} ms a request; rows a second")
+    for name, rates in found["remote"].items():
+        print(f"  {name:28}  {cell(rates, len(rates))}")
     print(f"seconds until the next round's {FILES} files are shown\n  {'':28}  {cell(found['switch'], runs)}")
 
 
@@ -289,16 +302,19 @@ def main() -> int:
     with states.shared_folder((1 if args.quick else 3) * states.GIB) as folder:
         found = measure(folder, args.quick, runs)
     show(found, runs)
-    seconds = {key: {name: median(each) for name, each in found[key].items()} for key in ("rows", "packs", "large")}
-    loader, packed, files = seconds["rows"], seconds["packs"], seconds["large"]
+    keys = ("rows", "packs", "large", "middle")
+    loader, packed, large, middle = ({name: median(each) for name, each in found[key].items()} for key in keys)
     rate = found["steps"] * BATCH / loader["tenplexrun"]
+    far = {name: median(rates) for name, rates in found["remote"].items()}
     goals = [
         Goal("loader: numpy's time, times", loader["tenplexrun"] / loader["numpy's gather"], round(1 / 0.7, 3), "×"),
         Goal("loader: 200,000 rows a second of a core / ours", 200_000 / rate, 1.0, ""),
         Goal("packs again: /dev/shm's time, times", packed["again"] / packed["/dev/shm"], round(1 / 0.6, 3), "×"),
         Goal("packs first: 1 GB/s / ours", 1e9 * packed["for the first time"] / found["pack_bytes"], 1.0, ""),
-        Goal("whole files: /dev/shm's time, times", files["view"] / files["/dev/shm"], round(1 / 0.9, 3), "×"),
+        Goal("files of 4 MiB: /dev/shm's time, times", large["links"] / large["/dev/shm"], round(1 / 0.9, 3), "×"),
+        Goal("of 110 KiB: /dev/shm's time, times", middle["paths.txt"] / middle["/dev/shm"], round(1 / 0.9, 3), "×"),
         Goal("next round of 10,000 files", median(found["switch"]), 0.05),
+        Goal("remote: 10 × read-ahead's rate / ours", 10 * far["read-ahead"] / far["tenplexrun"], 1.0, ""),
     ]
     return finish("data", goals, found, args.check)
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import torch
 
-SHARE = 16_384
+SHARE = 8_192
 """Rows of a run: these loaders are slower."""
 
 

@@ -7,7 +7,9 @@
 Measured: `State.read` and `SlotWriter.write`, which is all that the boundary of a step waits for; sealing (checksums,
 index) is the store's, while training goes on. A model of linear layers with AdamW, float32. torch: the stagers of
 `torch.distributed.checkpoint.staging` with buffers that are kept and, where the CPU has that, shared or pinned. memcpy:
-one numpy copy of as many bytes. All take turns, and each has run before.
+one numpy copy of as many bytes; "tensor by tensor": of the same tensors to warm memory, one after another. A copy of
+many MB is written around the caches, one of a few MB is not, and so moves a half more between memory and processor:
+that is out of our hands. All take turns, and each has run before.
 
     benchmarks/snapshot.py [--quick] [--check]
 """
@@ -101,11 +103,13 @@ def main() -> int:
         slots = [str(path) for path in arena.open_round(0, layout, Claim(ONE, (0,)))]
         writer = SlotWriter(slots, arena_map(layout, ONE, (0,)), layout, place, threads)
         source, copy = np.ones(num_bytes, np.uint8), np.ones(num_bytes, np.uint8)
+        pairs = [(np.ones_like(tensor.numpy()), tensor.numpy()) for tensor in tensors.values()]
         turn = iter(range(1 << 30))
         able, unable = stagers(tensors)
         contenders: dict[str, Callable[[], Any]] = {
             "tenplexrun": lambda: writer.write(next(turn) % 2, state.read()),
             "memcpy": lambda: np.copyto(copy, source),
+            "· tensor by tensor": lambda: [np.copyto(*pair) for pair in pairs],
             **able,
         }
         seconds = interleaved(contenders, runs)

@@ -40,6 +40,7 @@ from tenplexrun.core.layout import Layout
 from tenplexrun.core.pieces import Index, Piece, index_name, layout_name
 from tenplexrun.core.records import Record
 from tenplexrun.core.regions import Region, subtract
+from tenplexrun.core.replicas import Groups, Place, alike
 from tenplexrun.core.snapshots import AnyClaim, BuddyClaim, Claim, Holding, SnapshotId
 from tenplexrun.errors import StoreError, TenplexError
 from tenplexrun.store.files import TENSORS, Files, MappedFile
@@ -97,6 +98,16 @@ class Arena:
                 raise
             self._round = opened
             return self._paths(opened)
+
+    def alike(self, number: int, step: int) -> tuple[Groups, dict[Place, int]]:
+        """Of a snapshot of the open round: what other nodes have, too, and the checksums here. Raises StoreError."""
+        opened = self._round
+        if opened is None or opened.number != number or opened.buddy is None:
+            raise StoreError(f"round {number} is not open in this store, or has no other nodes")
+        index, buddy = self.get(SnapshotId(number, step, opened.digest)), opened.buddy
+        layout = self.known_layout(opened.digest)
+        groups = alike(layout, buddy.config, buddy.workers, buddy.place)
+        return groups, {(piece.fqn, piece.region): piece.checksum for piece in index.pieces}
 
     def sizes(self) -> Record:
         """Bytes of a slot of the open round: of this node's own state, and of that of others."""

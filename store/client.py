@@ -43,6 +43,12 @@ class StoreClient:
         where = {"round": round_number, "step": step, "slot": slot}
         return await self._caller.request("replicate", timeout_s, **where, stores=list(stores))
 
+    async def digests(self, round_number: int, step: int) -> Record:
+        return dict((await self._caller.request("digests", round=round_number, step=step))["digests"])
+
+    async def checksums(self, round_number: int, step: int, key: str) -> list[Sequence[object]]:
+        return list((await self._caller.request("checksums", round=round_number, step=step, key=key))["checksums"])
+
     async def commit(self, round_number: int, step: int) -> None:
         await self._caller.request("commit", round=round_number, step=step)
 

@@ -30,6 +30,7 @@ from tenplexrun.core import records
 from tenplexrun.core.buddies import buddies
 from tenplexrun.core.layout import Layout
 from tenplexrun.core.records import Record
+from tenplexrun.core.replicas import digests
 from tenplexrun.core.snapshots import BuddyClaim, Claim, SnapshotId
 from tenplexrun.errors import LayoutError, StoreError, TenplexError, UsageError
 from tenplexrun.store.arena import Arena
@@ -100,6 +101,8 @@ class Control:
             "commit": self._commit,
             "inventory": self._inventory,
             "pull": self._pull,
+            "digests": self._digests,
+            "checksums": self._checksums,
             "progress": self._progress,
             "abandon": self._abandon,
             "index": self._index,
@@ -195,6 +198,15 @@ class Control:
         if self._pulls:
             await asyncio.wait(self._pulls.values(), timeout=ABANDON_S)
         return {}
+
+    async def _digests(self, args: Record) -> Record:
+        groups, checksums = await asyncio.to_thread(self._arena.alike, _whole(args, "round"), _whole(args, "step"))
+        return {"digests": digests(groups, checksums)}
+
+    async def _checksums(self, args: Record) -> Record:
+        groups, checksums = await asyncio.to_thread(self._arena.alike, _whole(args, "round"), _whole(args, "step"))
+        places = groups.get(records.text(args["key"], "the key of a group"), ())
+        return {"checksums": [[fqn, region.to_json(), checksums[fqn, region]] for fqn, region in places]}
 
     async def _progress(self, _: Record) -> Record:
         going = [job.progress for job in self._pulls]

@@ -7,6 +7,7 @@ import select
 import socket
 import ssl
 import time
+from collections.abc import Iterator
 
 from tenplexrun.core.records import Record
 from tenplexrun.errors import PeerLostError, WireError
@@ -65,17 +66,18 @@ def receive_frame(sock: socket.socket, kind: int, timeout_s: float, first: bytes
             raise PeerLostError(f"the peer did not finish a message within {timeout_s} s")
 
 
-def receive_into(sock: socket.socket, view: memoryview) -> None:
-    """Fill `view` from the stream. Raises PeerLostError when the peer goes away or stalls."""
-    position = 0
-    while position < len(view):
+def receive_into(sock: socket.socket, view: memoryview) -> Iterator[memoryview]:
+    """Fill `view` from the stream: each of its parts, as it comes. The more room the system is given at once, the less
+    it takes it. Raises PeerLostError when the peer goes away or stalls."""
+    while view:
         try:
-            count = sock.recv_into(view[position:])
+            count = sock.recv_into(view)
         except OSError as error:
             raise failure("lost the peer in the middle of a region", error) from error
         if not count:
             raise PeerLostError("the peer closed the connection in the middle of a region")
-        position += count
+        yield view[:count]
+        view = view[count:]
 
 
 class Outbox:

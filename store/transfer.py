@@ -234,17 +234,18 @@ class Pull:
         wire.parse_read_answer(answer, [(part.num_bytes, part.dtype) for part in batch])
         sent, buffer = bytearray(wire.CHECKSUM.size), memoryview(bytearray(CHUNK_BYTES))
         for part in batch:
-            digest = xxhash.xxh3_64()
-            for start in range(part.offset, part.offset + part.num_bytes, CHUNK_BYTES):
-                size = min(CHUNK_BYTES, part.offset + part.num_bytes - start)
-                mapped = into.mapped(start, size)
-                chunk = buffer[:size] if mapped is None else mapped
-                receive_into(sock, chunk)
-                digest.update(chunk)
+            digest, position, stop = xxhash.xxh3_64(), part.offset, part.offset + part.num_bytes
+            mapped = into.mapped(position, part.num_bytes)
+            while position < stop:
+                block = buffer[: stop - position] if mapped is None else mapped
+                for arrived in receive_into(sock, block):
+                    digest.update(arrived)
+                    self.progress.add(len(arrived))
                 if mapped is None:
-                    into.write(chunk, start)
-                self.progress.add(len(chunk))
-            receive_into(sock, memoryview(sent))
+                    into.write(block, position)
+                position += len(block)
+            for _ in receive_into(sock, memoryview(sent)):
+                pass
             if wire.CHECKSUM.unpack(sent)[0] == digest.intdigest():
                 self._checksums[part] = digest.intdigest()
             else:

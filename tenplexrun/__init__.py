@@ -20,10 +20,22 @@ if TYPE_CHECKING:
     from tenplexrun.core.layout import Shard, Stages
     from tenplexrun.core.parallel import ParallelConfig
     from tenplexrun.worker.agent import RoundStopped
+    from tenplexrun.worker.dcp_storage import StorageReader, StorageWriter
     from tenplexrun.worker.job import Job, init
 
 __version__ = "0.1.0"
-__all__ = ["Job", "ParallelConfig", "RoundStopped", "Shard", "Stages", "__version__", "errors", "init"]
+__all__ = [
+    "Job",
+    "ParallelConfig",
+    "RoundStopped",
+    "Shard",
+    "Stages",
+    "StorageReader",
+    "StorageWriter",
+    "__version__",
+    "errors",
+    "init",
+]
 
 _HOMES = {
     "Job": "worker.job",
@@ -31,6 +43,8 @@ _HOMES = {
     "RoundStopped": "worker.agent",
     "Shard": "core.layout",
     "Stages": "core.layout",
+    "StorageReader": "worker.dcp_storage",
+    "StorageWriter": "worker.dcp_storage",
     "init": "worker.job",
 }
 

@@ -71,6 +71,7 @@ class JobSpec:
     snapshot_every: Interval
     checkpoints: CheckpointSpec | None
     replicas: int
+    replica_check: str
     way: Way
     state_bytes: int
     data: DataSpec | None
@@ -125,6 +126,7 @@ def check(args: argparse.Namespace, environ: Mapping[str, str]) -> JobSpec:
         snapshot_every=_every("--snapshot-every", args.snapshot_every),
         checkpoints=_checkpoints(args),
         replicas=args.replicas,
+        replica_check=args.replica_check,
         way="central" if args.central else "migrate-all" if args.migrate_all else "least",
         state_bytes=_num_bytes("--state-files", args.state_files),
         data=_data(args),

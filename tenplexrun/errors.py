@@ -16,7 +16,8 @@
     ├── QuorumLostError           72  too few nodes are left
     ├── ProcessError              73  a process of ours could not be started or has died
     ├── WorkerHungError           74  a worker hangs
-    └── CheckpointError           75  a durable checkpoint cannot be read or written
+    ├── CheckpointError           75  a durable checkpoint cannot be read or written
+    └── ReplicasDifferError       76  replicas that should be equal are not, and --replica-check is strict
 
 Exit codes of the launcher: 0; the first failing worker's own code; 128 + N for signal N; the codes above.
 """
@@ -92,6 +93,10 @@ class WorkerHungError(TenplexError):
 
 class CheckpointError(TenplexError):
     exit_code = 75
+
+
+class ReplicasDifferError(TenplexError):
+    exit_code = 76
 
 
 def _tree(root: type[TenplexError]) -> dict[str, type[TenplexError]]:

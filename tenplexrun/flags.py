@@ -144,6 +144,12 @@ OURS: dict[str, tuple[Flag, ...]] = {
             _whole(2),
         ),
         Flag(
+            "--replica-check",
+            "what to do when nodes hold different bytes of what data parallelism should keep equal: warn (default), "
+            "strict: also end the job with 76, or off",
+            {"default": "warn", "choices": ("warn", "strict", "off")},
+        ),
+        Flag(
             "--state-files",
             "what a rank may write for one step below $TENPLEX_STATE_DIR, in bytes, or as 64M or 2G: for scripts whose "
             "state is files of their own (default 0: none are kept)",

@@ -15,6 +15,7 @@ from typing import Any
 
 from tenplexrun import channel
 from tenplexrun.agent import dataset_memory
+from tenplexrun.agent.agreement import Agreement
 from tenplexrun.agent.app import Agent, Launch
 from tenplexrun.agent.desk import Desk
 from tenplexrun.agent.durable import Collector
@@ -83,6 +84,7 @@ class Node:
         checkpoints = self._checkpoints()
         watching = self._watch_over(host, hosting, died, checkpoints is not None)
         links, desk = Links(self.node, self.token, spec.tls), Desk()
+        links.agreement = Agreement(spec.replica_check, store, self.events)
         logs = WorkerLogs(self.output, alias=f"{spec.run_id}_{self.node}")
         link = hosting.name = await links.start(host)
         meeting, coordination = await self._meet(hosting)

@@ -128,6 +128,12 @@ class StoreClient(Protocol):
         `stores` (rank 0's node first). Returns {"num_bytes", "seconds"}. Raises WireError when a holder did not
         deliver, StoreError when the round is over."""
 
+    async def digests(self, round_number: int, step: int) -> Record:
+        """Of a snapshot that this node has sealed: `core.replicas.digests` of what other nodes have, too."""
+
+    async def checksums(self, round_number: int, step: int, key: str) -> list[Sequence[object]]:
+        """The same in full, of one group: [fqn, region, checksum] each."""
+
     async def commit(self, round_number: int, step: int) -> None:
         """This snapshot is sealed by all, and on enough nodes: older ones, and other rounds', may be dropped."""
 

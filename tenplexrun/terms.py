@@ -21,6 +21,7 @@ def terms_of(spec: JobSpec) -> dict[str, str]:
         "--snapshot-every": spec.snapshot_every,
         "--state-files": spec.state_bytes,
         "--replicas": spec.replicas,
+        "--replica-check": spec.replica_check,
         "--max-restarts": spec.max_restarts,
         "--nnodes": f"{spec.min_nodes}:{spec.max_nodes}",
         "--tls-ca": "given" if spec.tls else NONE,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import time
@@ -12,7 +13,7 @@ import numpy as np
 
 from tenplexrun.core.layout import Layout
 from tenplexrun.core.snapshots import BuddyClaim, Claim
-from tenplexrun.store.arena import Round
+from tenplexrun.store.slots import Round
 
 MIN_BYTES = 64 << 10
 """Only tensors of at least this size are looked at."""
@@ -69,11 +70,20 @@ class ArenaWatch:
 
 
 def in_mid_move(node_dir: Path, deadline_s: float = 60.0) -> None:
-    """Return when a store has some of what it pulls, and not yet all."""
-    until = time.monotonic() + deadline_s
+    """Return while a store pulls what a round starts with, into the second slot, before there is a first one."""
+    arena, until = node_dir / "arena", time.monotonic() + deadline_s
     while time.monotonic() < until:
-        for path in (node_dir / "arena").glob("pull-*.bin"):
-            stat = path.stat()
-            if 0 < 512 * stat.st_blocks < stat.st_size:
+        for path in arena.glob("slot-*-1.bin"):
+            first = path.with_name(path.name.replace("-1.bin", "-0.bin"))
+            if path.stat().st_blocks and not first.exists() and not _listed(arena, path.name):
                 return
     raise AssertionError(f"nothing was moved to {node_dir} for {deadline_s} s")
+
+
+def _listed(arena: Path, file: str) -> bool:
+    """Whether a snapshot has pieces in it."""
+    for index in arena.glob("snapshot-*.json"):
+        with contextlib.suppress(FileNotFoundError):
+            if file in index.read_text():
+                return True
+    return False

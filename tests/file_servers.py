@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 import uuid
 from collections.abc import Iterator
 from functools import partial
@@ -19,12 +20,12 @@ KEYS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFA
 
 class FileServer(ThreadingHTTPServer):
     """What is below `root`. `failing`: so many requests from now on are answered by 503; `ranges`: whether they are
-    served; `requests`: the number of those answered so far."""
+    served; `requests`: the number of those answered so far; `delay_s`: what each waits for its answer."""
 
     daemon_threads = True
 
     def __init__(self, root: Path) -> None:
-        self.failing, self.ranges, self.requests = 0, True, 0
+        self.failing, self.ranges, self.requests, self.delay_s = 0, True, 0, 0.0
         super().__init__(("127.0.0.1", 0), partial(_Handler, directory=str(root)))
         self.url = f"http://127.0.0.1:{self.server_port}"
 
@@ -60,6 +61,7 @@ class _Handler(SimpleHTTPRequestHandler):
 
     def _fails(self) -> bool:
         self.server.requests += 1
+        time.sleep(self.server.delay_s)
         if self.server.failing > 0:
             self.server.failing -= 1
             self.send_response(503)

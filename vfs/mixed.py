@@ -9,6 +9,7 @@ The view of the first is links, straight into shared memory,
 
     files/<class>/<row>-<name>    one for each row; every class has a folder, files in none of them stand outside
     list.txt                      files/..., a line each, in reading order
+    paths.txt                     where they are in shared memory, in the same order: the fast way to many small files
 
 and that of the others
 
@@ -98,7 +99,8 @@ class Files:
     def entries(self, shown: Window) -> tuple[dict[str, Node], dict[str, Any]]:
         folders: dict[str, dict[str, Node]] = {name: {} for name in ("", *(self.catalogue.classes or ()))}
         lines = []
-        for row, number in enumerate(shown.ids(0, shown.num_rows).tolist()):
+        ids = shown.ids(0, shown.num_rows).tolist()
+        for row, number in enumerate(ids):
             folder, slash, name = self._names[number]
             name = f"{row:08d}-{name}"
             folders[folder][name] = self._links[number]
@@ -106,6 +108,7 @@ class Files:
         files = folders.pop("")
         files.update((name, Directory(links)) for name, links in folders.items())
         entries: dict[str, Node] = {"files": Directory(files), "list.txt": text_file("".join(lines))}
+        entries["paths.txt"] = text_file("".join(f"{self._links[number].target}\n" for number in ids))
         return entries, {"samples": self.catalogue.to_json(), "files": "files"}
 
 

@@ -19,6 +19,8 @@ from tenplexrun.core.parallel import ParallelConfig
 from tenplexrun.core.regions import Region
 
 OWN = "tenplexrun"
+DCP = "dcp"
+"""Before the names of tensors, and of the values, that were saved as a state dict: they keep their own names."""
 VALUES = f"{OWN}.values"
 """The entry with a snapshot's values, as JSON: it makes a checkpoint one of ours."""
 CHECKSUMS = f"{OWN}.checksums."
@@ -96,7 +98,9 @@ def paths_of(layout: Layout) -> dict[str, Path]:
     paths: dict[str, Path] = {}
     for spec in layout.tensors:
         owner, _, slot = spec.fqn.removeprefix("optim.").rpartition(".")
-        if spec.at is not None:
+        if spec.fqn.startswith(f"{DCP}/"):
+            paths[spec.fqn] = (spec.fqn.removeprefix(f"{DCP}/"),)
+        elif spec.at is not None:
             paths[spec.fqn] = (OWN, spec.fqn)
         elif spec.fqn.startswith("optim.") and owner in names and f"optim.{owner}.exists" in names:
             paths[spec.fqn] = (OWN, spec.fqn) if slot == "exists" else ("optimizer", "state", owner, slot)

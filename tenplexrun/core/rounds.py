@@ -264,7 +264,7 @@ class Round:
 
     def buddy_claim(self, node: str) -> BuddyClaim | None:
         """What `node` holds for others in this round; None where no copies are wanted or possible."""
-        if self.replicas == 1 or len(self.participants) == 1:
+        if len(self.participants) == 1:
             return None
         workers = tuple(participant.num_workers for participant in self.participants)
         return BuddyClaim(self.parallel, workers, self.replicas, self.nodes.index(node))

@@ -49,12 +49,13 @@ class Agent:
         reply = self._channel.request("declare", layout=layout.to_json(), config=config.to_json(), groups=groups)
         return [str(path) for path in reply["slots"]], bool(reply["replicated"])
 
-    def restore(self) -> dict[str, Any]:
+    def restore(self, declared: bool = True) -> dict[str, Any]:
         """Wait until all that this node needs of the chosen snapshot is here.
 
         {"snapshot": id or None, "index": path or None, "values": record or None, "consumed": samples, "step": step}
+        Before anything is `declared` a durable checkpoint cannot be read: then {"url": its folder, "step": step}.
         """
-        return self._channel.request("restore")
+        return self._channel.request("restore", declared=declared)
 
     def view(self, order: dict[str, Any]) -> str:
         """The folder that shows this rank's share of the data in this order."""

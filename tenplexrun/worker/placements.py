@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import combinations
 from math import prod
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate, _StridedShard
 from torch.distributed.tensor.placement_types import Shard as DTensorShard
@@ -79,16 +81,12 @@ def _ops_of(fqn: str, tensor: DTensor, config: ParallelConfig) -> tuple[Shard, .
     Mesh dims nest from left to right, but for `_StridedShard`: FSDP over TP puts the mesh dim on the left inside those
     on its right that shard the same dim, and `split_factor` is the number of their parts.
     """
-    mesh = tensor.device_mesh
-    names = mesh.mesh_dim_names or ()
-    if not names or any(name not in ALL_AXES or mesh.size(dim) != config.size(name) for dim, name in enumerate(names)):
-        raise LayoutError(
-            f"tensor {fqn} lies on a mesh with the axes {names} of sizes {tuple(mesh.shape)}; "
-            f"build it on job.mesh or a part of it, which has {config}"
-        )
+    axes = _axes_of(fqn, tensor.device_mesh, config)
     ops: list[Shard] = []
-    for dim in reversed(range(len(names))):
+    for dim in reversed(range(len(axes))):
         placement = tensor.placements[dim]
+        if not axes[dim]:
+            continue  # a dim of size 1
         if isinstance(placement, _StridedShard):
             inner = [config.size(axis) for op in ops if op.dim == placement.dim for axis in op.axes]
             if placement.split_factor != torch.Size(inner).numel():
@@ -96,14 +94,44 @@ def _ops_of(fqn: str, tensor: DTensor, config: ParallelConfig) -> tuple[Shard, .
                     f"tensor {fqn}: {placement} is interleaved in {placement.split_factor} parts, but the mesh "
                     f"dims on its right make {torch.Size(inner).numel()}; shard it in another order"
                 )
-            ops.append(Shard(placement.dim, names[dim], "ceil"))
+            ops.append(Shard(placement.dim, axes[dim], "ceil"))
         elif isinstance(placement, DTensorShard):
-            ops.insert(0, Shard(placement.dim, names[dim], "ceil"))
+            ops.insert(0, Shard(placement.dim, axes[dim], "ceil"))
         elif not isinstance(placement, Replicate):
             raise LayoutError(
-                f"tensor {fqn} is {placement} over {names[dim]!r}: an unreduced sum is no state; redistribute it first"
+                f"tensor {fqn} is {placement} over {'·'.join(axes[dim])!r}: an unreduced sum is no state; "
+                "redistribute it first"
             )
     return tuple(ops)
+
+
+def _axes_of(fqn: str, mesh: DeviceMesh, config: ParallelConfig) -> list[tuple[str, ...]]:
+    """The axes of the job that each dim of a mesh goes along: those of its names, or, if it has none of ours, those
+    with the same ranks. Raises LayoutError where there are no such axes."""
+    names = mesh.mesh_dim_names or ()
+    if names and all(name in ALL_AXES and mesh.size(dim) == config.size(name) for dim, name in enumerate(names)):
+        return [(name,) for name in names]
+    lines = [mesh.mesh.movedim(dim, 0).reshape(mesh.size(dim), -1)[:, 0].tolist() for dim in range(mesh.ndim)]
+    found = [_along(line, config) for line in lines] if not {*names} & {*ALL_AXES} else [None]
+    if None in found:
+        raise LayoutError(
+            f"tensor {fqn} lies on a mesh with the axes {names} of sizes {tuple(mesh.shape)}; "
+            f"build it on job.mesh or a part of it, which has {config}"
+        )
+    return [axes for axes in found if axes is not None]
+
+
+def _along(ranks: Sequence[int], config: ParallelConfig) -> tuple[str, ...] | None:
+    """The axes, neighbours in their order, along which global ranks lie; none for a single rank."""
+    if len(ranks) == 1:
+        return ()
+    for first, last in combinations(range(len(config.order) + 1), 2):
+        axes = config.order[first:last]
+        step = prod(map(config.size, config.order[last:]))
+        line = [ranks[0] + number * step for number in range(prod(map(config.size, axes)))]
+        if ranks == line and not any(config.coord(ranks[0])[axis] for axis in axes):
+            return tuple(axis for axis in axes if config.size(axis) > 1)
+    return None
 
 
 def check_local(layout: Layout, fqn: str, tensor: torch.Tensor, place: Place) -> None:

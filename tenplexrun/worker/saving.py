@@ -73,7 +73,9 @@ def leaves(values: Record, groups: Mapping[str, int]) -> list[tuple[durable.Path
         names = sorted(fqn for fqn, own in groups.items() if own == number)
         whole = {"params": names, **group}
         found += [(("optimizer", "param_groups", number, key), value) for key, value in whole.items()]
-    return found + list(_flat(("scheduler",), nested.get("scheduler", {})))
+    found += list(_flat(("scheduler",), nested.get("scheduler", {})))
+    named = nested.get(durable.DCP, {})  # as `dcp.save` was given them, "step" maybe among them
+    return [each for each in found if each[0][0] not in named] + [((name,), value) for name, value in named.items()]
 
 
 def _flat(path: durable.Path, value: Any) -> Iterator[tuple[durable.Path, Any]]:

@@ -98,6 +98,14 @@ class Snapshot:
         for piece in self.index.pieces:
             self._pieces.setdefault(piece.fqn, []).append(piece)
 
+    def pieces(self, fqn: str) -> Sequence[Piece]:
+        """What of a tensor is here; pieces may overlap."""
+        return self._pieces.get(fqn, [])
+
+    def view(self, piece: Piece) -> torch.Tensor:
+        """Its region, in the mapped file."""
+        return _view(self.maps.get(piece.file), piece)
+
     def ranges(self, layout: Layout, place: Place) -> Iterator[device.Bytes]:
         """What this rank will read, as far as it is here, each range from its first to its last byte."""
         for fqn, pieces in self._pieces.items():
@@ -105,7 +113,7 @@ class Snapshot:
             for part, piece in itertools.product(held.parts if held is not None else (), pieces):
                 common = part.region.intersect(piece.region)
                 if common is not None:
-                    box = _view(self.maps.get(piece.file), piece)[common.relative_to(piece.region).slices]
+                    box = self.view(piece)[common.relative_to(piece.region).slices]
                     last = sum((length - 1) * stride for length, stride in zip(box.shape, box.stride(), strict=True))
                     yield device.bytes_of(box.as_strided((last + 1,), (1,)))
 
@@ -137,7 +145,7 @@ class Snapshot:
         return filled, num_bytes
 
     def _moves(self, spec: TensorSpec, held: Local, dense: torch.Tensor) -> Iterator[Move]:
-        pieces = self._pieces.get(spec.fqn, [])
+        pieces = self.pieces(spec.fqn)
         for piece in pieces:
             if piece.dtype != spec.dtype or not spec.whole.contains(piece.region):
                 raise LayoutError(
@@ -150,7 +158,7 @@ class Snapshot:
             except LayoutError as error:
                 raise StateLostError(f"tensor {spec.fqn}: {error}; the snapshot on this node is not complete") from None
             for copy in found:
-                yield view[copy.dest.slices], _view(self.maps.get(copy.piece.file), copy.piece)[copy.source.slices]
+                yield view[copy.dest.slices], self.view(copy.piece)[copy.source.slices]
 
 
 def _view(file: device.Bytes, where: Entry | Piece) -> torch.Tensor:

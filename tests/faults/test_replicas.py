@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -26,10 +27,11 @@ def losses(folder: Path) -> dict[int, set[float]]:
     return found
 
 
-def uninterrupted(folder: Path, steps: int) -> dict[int, set[float]]:
+def uninterrupted(folder: Path, steps: int, script: Sequence[str] = GPT) -> dict[int, set[float]]:
     """The first steps of the same job on one node that nothing happens to."""
     with Cluster(folder / "alone", "alone", patience_s=150.0) as alone:
-        alone.start("z", "127.0.0.9", ["--nproc-per-node=2", "--pp=2"], [*GPT, f"--metrics-dir={folder / 'metrics'}"])
+        command = [*script, f"--metrics-dir={folder / 'metrics'}"]
+        alone.start("z", "127.0.0.99", ["--nproc-per-node=2", "--pp=2"], command)
         alone.wait_round(0, 1)
         alone.wait(lambda: max(losses(folder / "metrics"), default=0) >= steps, f"{steps} steps")
         alone.agents["z"].send_signal(signal.SIGINT)

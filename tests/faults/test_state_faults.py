@@ -17,7 +17,7 @@ from arena_watch import ArenaWatch, in_mid_move
 from cluster import Cluster
 
 from .test_job import ROOT, end, process
-from .test_replicas import losses
+from .test_replicas import losses, uninterrupted
 
 LARGE = ["--dim=384", "--heads=2", "--seq-len=16", "--global-batch=4", "--micro-batch=2", "--steps=100000"]
 GPT = [str(ROOT / "examples" / "train_gpt.py"), *LARGE]
@@ -68,18 +68,8 @@ class Job:
     def check(self, tmp_path: Path) -> None:
         """End it. Each loss, in whichever round, is to the bit that of the same step without any fault."""
         found = self.repeated()
-        expected = uninterrupted(tmp_path, last := max(found) - 1)
+        expected = uninterrupted(tmp_path, last := max(found) - 1, GPT)
         assert {step: found[step] for step in range(last)} == {step: expected[step] for step in range(last)}
-
-
-def uninterrupted(folder: Path, steps: int) -> dict[int, set[float]]:
-    with Cluster(folder / "alone", "alone", patience_s=150.0) as alone:
-        alone.start("z", "127.0.0.99", ["--nproc-per-node=2", "--pp=2"], [*GPT, f"--metrics-dir={folder / 'metrics'}"])
-        alone.wait_round(0, 1)
-        alone.wait(lambda: max(losses(folder / "metrics"), default=0) >= steps, f"{steps} steps")
-        alone.agents["z"].send_signal(signal.SIGINT)
-        assert alone.exit_code("z") == 130
-    return losses(folder / "metrics")
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ def proxy(nodes: Nodes) -> Iterator[FlippingProxy]:
 def order(nodes: Nodes, snapshot: SnapshotId, **change: Any) -> Order:
     """All that a new node "c" needs."""
     fetches = [{**fetch, **change} for fetch in nodes.fetches("c", snapshot, WHOLE)]
-    record = {"snapshot": snapshot.to_json(), "layout": LAYOUT.to_json(), "claim": WHOLE.to_json()}
+    record = {"round": 2, "snapshot": snapshot.to_json(), "layout": LAYOUT.to_json(), "claim": WHOLE.to_json()}
     return Order.from_json({**record, "fetches": fetches})
 
 

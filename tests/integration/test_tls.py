@@ -92,7 +92,7 @@ def test_a_wrong_certificate_ends_a_pull_at_once(source: tuple[Arena, int], file
     arena, port = source
     (index,) = arena.snapshots()
     fetch = {"fqn": "rows", "source": "a", "region": [[0, 0], [1500, 1001]], "num_bytes": 1500 * 1001 * 8}
-    record = {"snapshot": index.snapshot.to_json(), "layout": LAYOUT.to_json(), "claim": ONE.to_json()}
+    record = {"round": 2, "snapshot": index.snapshot.to_json(), "layout": LAYOUT.to_json(), "claim": ONE.to_json()}
     order = Order.from_json({**record, "fetches": [{**fetch, "address": f"127.0.0.1:{port}"}]})
     peers = Peers("secret", 600.0, tls(files, "stranger").client())
     with pytest.raises(WireError, match=r"alert unknown ca.*--tls-cert"):

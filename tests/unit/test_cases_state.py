@@ -10,11 +10,12 @@ import sys
 import numpy as np
 import pytest
 
-from tenplexrun.core.layout import Layout, Order, Shard, TensorSpec
+from tenplexrun.core.layout import Layout, Order, Shard, Stage, TensorSpec
 from tenplexrun.core.parallel import ParallelConfig
 from tenplexrun.core.planner import plan
 from tenplexrun.core.ptc import PTC
-from tenplexrun.core.replicas import Copied, disagreements
+from tenplexrun.core.regions import Region
+from tenplexrun.core.replicas import Comparison, Copied, Split, alike, digests, disagreements
 
 _MERGE = """
 import json
@@ -89,19 +90,47 @@ def test_s17_replicated_norms_survive_a_change_of_tp_and_are_verified() -> None:
     assert [fetch.fqn for fetch in moves.parts["a"].fetches] == ["w"]
     (norm,) = current.regions_of(0)["norm"]
     same = [Copied(node, "norm", norm, 7) for node in "ab"]
-    assert disagreements(layout, same) == ()
+    assert disagreements(same) == ()
     other = [Copied("a", "norm", norm, 7), Copied("b", "norm", norm, 8), Copied("c", "norm", norm, 7)]
-    (found,) = disagreements(layout, other)
+    (found,) = disagreements(other)
     assert (found.fqn, found.nodes) == ("norm", (("a", "c"), ("b",)))
     assert "norm [0:6] differs" in str(found)
 
 
-def test_replicas_that_may_differ_are_not_compared() -> None:
-    layout = Layout((TensorSpec("bn.running_mean", (6,), "float32", replicas="first"),))
-    (mean,) = PTC(layout, ParallelConfig(), ("a",)).regions_of(0)["bn.running_mean"]
-    assert (
-        disagreements(layout, [Copied("a", "bn.running_mean", mean, 1), Copied("b", "bn.running_mean", mean, 2)]) == ()
+def test_nodes_compare_what_several_have_alike_and_replicas_that_may_differ_are_not_compared() -> None:
+    layout = Layout(
+        (
+            TensorSpec("bn.running_mean", (6,), "float32", replicas="first"),
+            TensorSpec("norm", (6,), "float32"),
+            TensorSpec("w", (8,), "float32", (Shard(0, "tp"),)),
+            TensorSpec("first.w", (8,), "float32", (Shard(0, "tp"),), Stage(0, 2)),
+        )
     )
+    config, workers = ParallelConfig(pp=2, dp=2, tp=2), (2, 2, 2, 1, 1)  # the last replica's tp group: on two nodes
+    groups = [alike(layout, config, workers, place) for place in range(5)]
+    names = [sorted(sorted({fqn for fqn, _ in places}) for places in one.values()) for one in groups]
+    assert names == [[["first.w"], ["norm"], ["w"], ["w"]]] * 2 + [[["norm"], ["w"], ["w"]]] + [[["norm"], ["w"]]] * 2
+    sums = {
+        place: number for number, place in enumerate(place for one in groups[:1] for ps in one.values() for place in ps)
+    }
+    assert digests(groups[0], sums) == digests(groups[1], sums)
+    changed = {**sums, ("norm", Region((0,), (6,))): 77}
+    unlike = [key for key, digest in digests(groups[1], changed).items() if digest != digests(groups[0], sums)[key]]
+    assert [groups[0][key] for key in unlike] == [(("norm", Region((0,), (6,))),)]
+
+
+def test_steps_are_compared_once_all_have_reported_and_a_split_is_looked_into_ever_more_rarely() -> None:
+    comparison = Comparison()
+    assert comparison.report("a", 1, {"k": "x"}) == comparison.report("b", 1, {"k": "y"}) == []
+    comparison.expected = frozenset("ab")
+    assert comparison.settle() == [Split(1, "k", (("a",), ("b",)))]
+    found = []
+    for step in range(2, 18):
+        assert comparison.report("a", step, {"k": "x"}) == []
+        found += comparison.report("b", step, {"k": "x" if step == 3 else "z"})
+    assert [split.step for split in found] == [2, 5, 9, 17]
+    assert comparison.report("b", 19, {}) == comparison.report("b", 20, {"k": "x"}) == []
+    assert comparison.report("a", 20, {"k": "x"}) == [], "step 19 will not be whole any more"
 
 
 @pytest.mark.parametrize("groups", [2, 4])

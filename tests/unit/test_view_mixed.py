@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import tarfile
 import threading
 from collections.abc import Callable
@@ -155,6 +156,7 @@ def test_whole_files_are_links_by_class_and_row(source: Path, tmp_path: Path) ->
     dataset = open_dataset(spec)
     assert [(place / name).read_bytes() for name in names] == [dataset.raw(number) for number in ids]
     assert all((place / name).is_symlink() for name in names)
+    assert (place / "paths.txt").read_text().splitlines() == [os.readlink(place / name) for name in names]
     found = [name.split("/") for name in names]
     assert [parts[-1].partition("-")[0] for parts in found] == [f"{row:08d}" for row in range(len(ids))]
     originals = [Path(dataset.where(number).partition(" at ")[0]) for number in ids]

@@ -31,7 +31,7 @@ from tenplexrun.core.snapshots import ArenaMap, Claim, SnapshotId, arena_map
 from tenplexrun.errors import LayoutError, StateLostError
 from tenplexrun.worker.exchange import agree
 from tenplexrun.worker.launch import Place
-from tenplexrun.worker.placements import Rule, local, spec_of
+from tenplexrun.worker.placements import Rule, check_local, local, spec_of
 from tenplexrun.worker.slots import SlotWriter, Snapshot
 from tenplexrun.worker.state import State
 
@@ -224,13 +224,34 @@ def test_fsdp_over_tensor_parallel_is_nested_as_torch_nests_it() -> None:
             assert torch.equal(local(linear.weight), torch.arange(33.0).view(11, 3)[region.slices])
 
 
+def test_a_mesh_of_the_script_s_own_is_known_by_its_ranks() -> None:
+    config = ParallelConfig(dp=3, cp=2, tp=2)
+    for rank in (0, 7):
+        with rank_of(config, rank) as (place, _):
+            for shape, names, axes in (
+                ((3, 4), ("data", "model"), [("dp",), ("cp", "tp")]),
+                ((6, 2), None, [("dp", "cp"), ("tp",)]),
+                ((1, 12), ("a", "b"), [None, ("dp", "cp", "tp")]),
+            ):
+                mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+                whole = distribute_tensor(torch.ones(24, 24), mesh, [Sharded(0), Sharded(1)], src_data_rank=None)
+                spec = spec_of("w", whole, config, {}, None)
+                assert spec.ops == tuple(Shard(dim, axes[dim], "ceil") for dim in (0, 1) if axes[dim])
+                assert check_local(Layout((spec,)), "w", local(whole), place) is None
+            odd = init_device_mesh("cpu", (2, 6), mesh_dim_names=("a", "b"))
+            with pytest.raises(LayoutError, match=r"lies on a mesh with the axes \('a', 'b'\) of sizes \(2, 6\)"):
+                spec_of(
+                    "w", distribute_tensor(torch.ones(12), odd, [Sharded(0)] * 2, src_data_rank=None), config, {}, None
+                )
+
+
 def test_what_a_layout_cannot_describe() -> None:
     config = ParallelConfig(tp=2)
     with rank_of(config, 1) as (place, mesh):
         partial = DTensor.from_local(torch.ones(3), mesh["tp"], [Partial()], run_check=False)
         with pytest.raises(LayoutError, match="unreduced sum"):
             spec_of("loss", partial, config, {}, None)
-        foreign = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (2,)), [Sharded(0)], src_data_rank=None)
+        foreign = DTensor.from_local(torch.ones(2), DeviceMesh("cpu", [1, 0]), [Sharded(0)], run_check=False)
         with pytest.raises(LayoutError, match=r"build it on job\.mesh"):
             spec_of("w", foreign, config, {}, None)
         odd = DTensor.from_local(torch.ones(4), mesh["tp"], [Sharded(0)], run_check=False, shape=(7,), stride=(1,))
