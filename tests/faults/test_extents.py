@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from cluster import Cluster
+from etcd_servers import EtcdServer, scratch
+from file_servers import http_files
 
 from tenplexrun.core.order import DataOrder
 
@@ -27,6 +29,19 @@ FLAGS = [
     "--nproc-per-node=1", "--max-restarts=5", f"--view-window={WINDOW}", "--data-memory=64M",
     "--rdzv-conf=last_call_timeout=20",
 ]  # fmt: skip
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Cluster]:
+    """Nodes that meet at an etcd of its own: one that grows with them is another matter."""
+    with scratch() as directory:
+        etcd = EtcdServer(directory / "etcd")
+        etcd.start()
+        try:
+            with Cluster(tmp_path / "cluster", patience_s=150.0, etcd=etcd.endpoint) as cluster:
+                yield cluster
+        finally:
+            etcd.kill()
 
 
 @pytest.fixture
@@ -95,83 +110,107 @@ def check_order(cluster: Cluster, num_samples: int = SAMPLES) -> int:
     return complete
 
 
-def test_each_node_keeps_its_share(cluster: Cluster, dataset: str) -> None:
+def test_each_node_keeps_its_share(nodes: Cluster, dataset: str) -> None:
     for number in range(2):
-        start(cluster, number, "2:2", dataset)
+        start(nodes, number, "2:2", dataset)
     for name in "ab":
-        event = extents_event(cluster, name, lambda event: True)
+        event = extents_event(nodes, name, lambda event: True)
         assert (event["owned"], event["extents"], event["unowned"]) == (EXTENTS // 2, EXTENTS, 0)
         assert event["moved"] == event["bound"] == SAMPLES * SIZE // 2
-    cluster.wait_round(0, 2)
-    cluster.progress(2 * SAMPLES // 24)
-    assert numbers(cluster, "a") | numbers(cluster, "b") == set(range(EXTENTS))
-    assert not numbers(cluster, "a") & numbers(cluster, "b")
+    nodes.wait_round(0, 2)
+    nodes.progress(2 * SAMPLES // 24)
+    assert numbers(nodes, "a") | numbers(nodes, "b") == set(range(EXTENTS))
+    assert not numbers(nodes, "a") & numbers(nodes, "b")
     for name in "ab":
-        assert taken(cluster, name) < SAMPLES * SIZE // 2 + 2 * WINDOW
-    end(cluster)
-    assert check_order(cluster) > 2 * SAMPLES // 24
+        assert taken(nodes, name) < SAMPLES * SIZE // 2 + 2 * WINDOW
+    end(nodes)
+    assert check_order(nodes) > 2 * SAMPLES // 24
 
 
-def test_a_lost_nodes_extents_are_read_again_and_nothing_else(cluster: Cluster, dataset: str) -> None:
+def test_a_lost_nodes_extents_are_read_again_and_nothing_else(nodes: Cluster, dataset: str) -> None:
     for number in range(3):
-        start(cluster, number, "2:3", dataset)
+        start(nodes, number, "2:3", dataset)
     for name in "abc":
-        extents_event(cluster, name, lambda event: event["owned"] in (21, 22))
-    cluster.wait_round(0, 3)
-    lost = numbers(cluster, "c")
-    before = {name: numbers(cluster, name) for name in "ab"}
-    cluster.progress(20)
-    cluster.kill_node("c")
-    cluster.wait_round(1, 2)
-    events = [extents_event(cluster, name, lambda event: event["owned"] == EXTENTS // 2) for name in "ab"]
+        extents_event(nodes, name, lambda event: event["owned"] in (21, 22))
+    nodes.wait_round(0, 3)
+    lost = numbers(nodes, "c")
+    before = {name: numbers(nodes, name) for name in "ab"}
+    nodes.progress(20)
+    nodes.kill_node("c")
+    nodes.wait_round(1, 2)
+    events = [extents_event(nodes, name, lambda event: event["owned"] == EXTENTS // 2) for name in "ab"]
     assert sum(event["moved"] for event in events) == sum(event["bound"] for event in events)
     assert sum(event["moved"] for event in events) == len(lost) * EXTENT_BYTES
     assert [event["from_peers"] for event in events] == [0, 0]
-    assert all(before[name] < numbers(cluster, name) <= before[name] | lost for name in "ab")
-    cluster.progress(20)
-    end(cluster)
-    check_order(cluster)
+    assert all(before[name] < numbers(nodes, name) <= before[name] | lost for name in "ab")
+    nodes.progress(20)
+    end(nodes)
+    check_order(nodes)
 
 
-def test_a_node_that_joins_gets_its_share_from_the_others(cluster: Cluster, dataset: str) -> None:
+def test_a_node_that_joins_gets_its_share_from_the_others(nodes: Cluster, dataset: str) -> None:
     for number in range(2):
-        start(cluster, number, "2:3", dataset)
-    cluster.wait_round(0, 2)
+        start(nodes, number, "2:3", dataset)
+    nodes.wait_round(0, 2)
     for name in "ab":
-        extents_event(cluster, name, lambda event: event["owned"] == EXTENTS // 2)
-    before = {name: numbers(cluster, name) for name in "ab"}
-    cluster.progress(5)
-    start(cluster, 2, "2:3", dataset)
-    cluster.wait_round(1, 3)
-    event = extents_event(cluster, "c", lambda event: event["owned"] == 21)
+        extents_event(nodes, name, lambda event: event["owned"] == EXTENTS // 2)
+    before = {name: numbers(nodes, name) for name in "ab"}
+    nodes.progress(5)
+    start(nodes, 2, "2:3", dataset)
+    nodes.wait_round(1, 3)
+    event = extents_event(nodes, "c", lambda event: event["owned"] == 21)
     assert event["moved"] == event["bound"] == event["from_peers"] == 21 * EXTENT_BYTES
-    cluster.wait(lambda: sum(len(numbers(cluster, name)) for name in "abc") == EXTENTS, "what is given to be dropped")
-    assert all(numbers(cluster, name) < before[name] for name in "ab")
+    nodes.wait(lambda: sum(len(numbers(nodes, name)) for name in "abc") == EXTENTS, "what is given to be dropped")
+    assert all(numbers(nodes, name) < before[name] for name in "ab")
     for name in "ab":
-        event = extents_event(cluster, name, lambda event: event["owned"] < EXTENTS // 2)
+        event = extents_event(nodes, name, lambda event: event["owned"] < EXTENTS // 2)
         assert (event["moved"], event["bound"]) == (0, 0)
-    cluster.progress(20)
-    end(cluster)
-    check_order(cluster)
+    nodes.progress(20)
+    end(nodes)
+    check_order(nodes)
 
 
-def test_a_damaged_extent_is_noticed_and_fetched_anew(cluster: Cluster, dataset: str) -> None:
+def test_a_damaged_extent_is_noticed_and_fetched_anew(nodes: Cluster, dataset: str) -> None:
     """By its owner's rank or for another node's, whichever reads it first; the script proves the rows."""
     for number in range(2):
-        start(cluster, number, "2:2", dataset, pause_s=0.05)
-    cluster.wait_round(0, 2)
+        start(nodes, number, "2:2", dataset, pause_s=0.05)
+    nodes.wait_round(0, 2)
     position = np.argsort(DataOrder(SAMPLES, 7, 24, 4).sample_at(np.arange(SAMPLES)))
     block = int(position.reshape(-1, BLOCK).min(axis=1).argmax())  # it is read last of all
     number, place = divmod(block * BLOCK, EXTENT_BYTES // SIZE)
-    owner = next(name for name in "ab" if number in numbers(cluster, name))
-    path = home(cluster, owner) / f"extent-{number:05d}.bin"
+    owner = next(name for name in "ab" if number in numbers(nodes, name))
+    path = home(nodes, owner) / f"extent-{number:05d}.bin"
     inode = path.stat().st_ino
     path.chmod(0o600)
     with open(path, "r+b") as file:
         file.seek(place * SIZE)
         file.write(b"\xff" * BLOCK * SIZE)
-    assert cluster.committed() * 24 < position.reshape(-1, BLOCK).min(axis=1).max(), "not read by now"
-    cluster.wait(lambda: path.exists() and path.stat().st_ino != inode, "the extent to be fetched anew")
-    cluster.progress(SAMPLES // 24)
-    end(cluster)
-    check_order(cluster)
+    assert nodes.committed() * 24 < position.reshape(-1, BLOCK).min(axis=1).max(), "not read by now"
+    nodes.wait(lambda: path.exists() and path.stat().st_ino != inode, "the extent to be fetched anew")
+    nodes.progress(SAMPLES // 24)
+    end(nodes)
+    check_order(nodes)
+
+
+def test_files_that_stall_are_not_felt_while_the_window_lasts(nodes: Cluster, tmp_path: Path) -> None:
+    """Most of the dataset fits into no node, and is behind a URL whose server answers nobody for a while."""
+    np.save(tmp_path / "rows.npy", row_of(np.arange(SAMPLES), SIZE))
+    with http_files(tmp_path) as server:
+        for number in range(2):
+            start(nodes, number, "2:2", f"npy:{server.url}/rows.npy", "--data-memory=2M", pause_s=0.3)
+        for name in "ab":
+            event = extents_event(nodes, name, lambda event: True)
+            assert (event["owned"], event["unowned"]) == (8, EXTENTS - 16)
+        nodes.wait_round(0, 2)
+        nodes.progress(6)
+        server.gate.clear()
+        nodes.progress(8)
+        assert not server.gate.is_set()
+        for name in "ab":
+            assert taken(nodes, name) < (2 << 20) + 2 * WINDOW
+        server.gate.set()
+        nodes.progress(30)
+        server.failing = 40
+        nodes.progress(8)
+        end(nodes)
+    check_order(nodes)
