@@ -166,7 +166,8 @@ class Control:
         return {"holdings": [holding.to_json() for holding in await asyncio.to_thread(self._arena.inventory)]}
 
     async def _pull(self, args: Record) -> Record:
-        job = PullJob(self._arena, self._peers, Order.from_json(args), PATIENCE * self._peers.timeout_s)
+        order = Order.from_json(args, self._arena.layout)
+        job = PullJob(self._arena, self._peers, order, PATIENCE * self._peers.timeout_s)
         running = asyncio.ensure_future(asyncio.to_thread(job.run))
         self._pulls[job] = running
         running.add_done_callback(lambda _: self._ended(job))
