@@ -178,6 +178,10 @@ class Pull:
             attempt += 1
         return [self._checksums[part] for part in self._parts]
 
+    def has(self, part: Part) -> bool:
+        """Whether it has arrived."""
+        return part in self._checksums
+
     def _source(self, part: Part, attempt: int) -> str | None:
         """Who is asked for it next: all holders in turn, then again those that went away; None if there are none."""
         if attempt < len(part.addresses) * TRIES:
