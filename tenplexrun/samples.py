@@ -132,6 +132,8 @@ class Extents:
         self._mapped = np.zeros(catalogue.num_extents, dtype=bool)
         self._blocks = -(-catalogue.samples_per_extent // catalogue.samples_per_block)
         self._proved = np.zeros(catalogue.num_extents * self._blocks, dtype=bool)
+        last = -(-catalogue.samples_in(catalogue.num_extents - 1) // catalogue.samples_per_block)
+        self._unproved = (catalogue.num_extents - 1) * self._blocks + last
         self._maps: dict[int, memoryview] = {}
         self._sums: dict[int, npt.NDArray[np.uint64]] = {}
         self._lock = threading.Lock()  # what is read must stay mapped
@@ -152,6 +154,8 @@ class Extents:
         BlockingIOError for rows that are not here.
         """
         with self._lock:
+            if not self._unproved:  # as always after the first epoch: then numpy is all that it takes
+                return self._take(ids)
             numbers = ids // self.catalogue.samples_per_extent
             for number in np.unique(numbers[~self._mapped[numbers] & self._here[numbers]]).tolist():
                 self._map(number)
@@ -161,10 +165,10 @@ class Extents:
                 self._prove(block)
             there = self._proved[blocks]
             if there.all():
-                return self._take(numbers, ids)
+                return self._take(ids)
             if not wait:
                 raise BlockingIOError
-            some = self._take(numbers[there], ids[there])
+            some = self._take(ids[there])
         rows = np.empty((len(ids), *self.catalogue.shape), self.catalogue.dtype)
         rows[there] = some
         rows[~there] = self._fetched(ids[~there], begin)
@@ -176,14 +180,15 @@ class Extents:
             if self._mapped[number]:
                 self._unmap(number)
 
-    def _take(self, numbers: Ids, ids: Ids) -> npt.NDArray[Any]:
+    def _take(self, ids: Ids) -> npt.NDArray[Any]:
         if self._memory is None:
-            return self._take_each(numbers, ids)
+            return self._take_each(ids)
         data = self._memory.data[: self.catalogue.num_bytes]
         return data.view(self.catalogue.dtype).reshape(-1, *self.catalogue.shape).take(ids, axis=0)
 
-    def _take_each(self, numbers: Ids, ids: Ids) -> npt.NDArray[Any]:
+    def _take_each(self, ids: Ids) -> npt.NDArray[Any]:
         catalogue, size = self.catalogue, self.catalogue.sample_bytes
+        numbers = ids // catalogue.samples_per_extent
         rows = np.empty((len(ids), size), dtype=np.uint8)
         data = rows.reshape(-1).data
         offsets = (ids - numbers * catalogue.samples_per_extent) * size
@@ -209,7 +214,9 @@ class Extents:
 
     def _unmap(self, number: int) -> None:
         self._mapped[number] = False
-        self._proved[number * self._blocks : (number + 1) * self._blocks] = False
+        proved = self._proved[number * self._blocks : (number + 1) * self._blocks]
+        self._unproved += int(np.count_nonzero(proved))
+        proved[:] = False
         self._maps.pop(number, None)
         if self._memory is not None:
             self._memory.clear(number * self._extent_bytes, self._extent_bytes)
@@ -226,6 +233,7 @@ class Extents:
             data = self._maps[number][start:stop]
         if np.array_equal(self._sums[number][place : place + 1], block_sums(data, self.catalogue)):
             self._proved[block] = True
+            self._unproved -= 1
         elif self._find is None:
             raise DataError(f"extent {number} in {self.directory} is damaged; start the job again")
         else:
