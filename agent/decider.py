@@ -138,6 +138,8 @@ class Decider:
         self._view = view
         decision = self.forbearance.decide(view, self._node, self._coordination.connected_s, now)
         decision = decision or membership.decide(view, self._settings, now)
+        if self._collector is not None and membership.may_wait(decision, view) and self._collector.wind_up(now):
+            decision = Decision("the job is told to end: a last checkpoint is written first", tell=True)
         if decision.reason != self._reason:
             self._reason = decision.reason
             self._events.emit("decision", reason=decision.reason)

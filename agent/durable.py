@@ -116,8 +116,11 @@ class _Going:
 class Collector:
     """On the node that decides. Not more than one checkpoint is under way at a time, but for the job's last one."""
 
-    def __init__(self, client: CheckpointClient, every: Interval, events: EventLog) -> None:
-        self._client, self._every, self._events = client, every, events
+    def __init__(self, client: CheckpointClient, every: Interval, events: EventLog, grace_s: float) -> None:
+        """`grace_s`: a job that is told to end waits no longer for a last checkpoint."""
+        self._client, self._every, self._events, self._grace_s = client, every, events, grace_s
+        self._wanted = False
+        self._give_up_at: float | None = None
         self.confirm: Confirm | None = None
         self.end: tuple[int, int] | None = None
         """Round and step of the job's last snapshot, once that is known."""
@@ -143,15 +146,22 @@ class Collector:
         publishing = self._publishing is not None and not self._publishing.done()
         return publishing or (self._going is not None and time.monotonic() < self._going.began + LONGEST_S)
 
+    def wind_up(self, now: float) -> bool:
+        """The job is told to end: the next snapshot that is committed becomes a checkpoint. Returns whether that is
+        still to be waited for."""
+        if self._give_up_at is None:
+            self._give_up_at, self._wanted = now + self._grace_s, True
+        return self._round is not None and now < self._give_up_at and (self._wanted or self.busy)
+
     def begin(self, round_number: int, step: int, linked: Collection[str]) -> str | None:
         """The snapshot of `step` is committed. Returns the checkpoint's tag if it is to become one: not while a node is
         not `linked`, which would not hear of it."""
-        now, last = time.monotonic(), self.end == (round_number, step)
+        now, last = time.monotonic(), self._wanted or self.end == (round_number, step)
         if self._round is None or self._cadence is None or self._round.number != round_number:
             return None
         if (self.busy and not last) or not self._cadence.due(step, now, last) or not {*self._round.nodes} <= {*linked}:
             return None
-        self._cadence = self._cadence.begun(step, now)
+        self._cadence, self._wanted = self._cadence.begun(step, now), False
         tag = uuid.uuid4().hex[:8]
         self._going = _Going(round_number, step, tag, now, dict.fromkeys(self._round.nodes))
         return tag

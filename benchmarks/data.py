@@ -11,12 +11,12 @@
     remote, 5 ms a request: 10 × read-ahead's rate / the loader's   1
 
 Measured through a view's process as the agent runs it, mounted if FUSE is to be had. loader: batches of 1,024 rows,
-each once an epoch, with order, weights and commit. numpy: `array[ids]`, the array in the process's own memory and the ids a
-permutation made before. The file system: one `pread` a row. Packed and whole files: by 1 MiB into a buffer that is
-kept. torchdata's StatefulDataLoader over the same array, and MosaicML's StreamingDataset over a local copy, shuffled,
-one process each, where `make peers` has installed them. All take turns; each has run before. remote: rows of a file
-behind a local HTTP server that waits before each answer; the loader's first epoch of 64 MiB, from the moment in which
-the view is told of it, beside fsspec's read-ahead cache that reads row by row in the same order.
+each once an epoch, with order, weights and commit. numpy: `array[ids]`, the array in the process's own memory and the
+ids a permutation made before. The file system: one `pread` a row. Packed and whole files: by 1 MiB into a buffer that
+is kept. torchdata's StatefulDataLoader over the same array, and MosaicML's StreamingDataset over a local copy,
+shuffled, one process each, where `make peers` has installed them. All take turns; each has run before. remote: rows
+of a file behind a local HTTP server that waits before each answer; the loader's first epoch of 64 MiB, from the
+moment in which the view is told of it, beside fsspec's read-ahead cache that reads row by row in the same order.
 
     benchmarks/data.py [--quick] [--check]
 """

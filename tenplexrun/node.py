@@ -49,6 +49,7 @@ WARM_UP_NEWS_S = 10.0
 MEETING_NEWS_S = 5.0
 PATROL_S, SILENT_S, STRIKES = 2.0, 10.0, 3
 LOADING_STRIKES = 7  # of the checkpoint process: imports may hold it up
+LONGEST_PAUSE_S = 60.0  # before the checkpoint process is started again
 MAX_RESTARTS = 20  # of the store or the view, killed from outside; ends of their own are never repeated
 
 
@@ -66,6 +67,7 @@ class Node:
     output: Output
     began: float  # when it was launched, monotonic
     pids: dict[str, int] = field(default_factory=dict)  # of those that are started again
+    _starting: asyncio.Future[None] | None = None  # the checkpoint process, after a pause
 
     async def run(self, signals: Signals) -> Verdict:
         spec = self.spec
@@ -127,6 +129,8 @@ class Node:
             await desk.close()
             await links.close()
             await pool.close()
+            if self._starting is not None:
+                self._starting.cancel()
             if checkpoints is not None:
                 await checkpoints.close()
             await logs.close()
@@ -233,7 +237,9 @@ class Node:
 
     def _collector(self, client: CheckpointClient | None) -> Collector | None:
         spec = self.spec.checkpoints
-        return None if client is None or spec is None or not spec.home else Collector(client, spec.every, self.events)
+        if client is None or spec is None or not spec.home:
+            return None
+        return Collector(client, spec.every, self.events, self.spec.timeouts.grace_s)
 
     async def _data(self, view: ViewClient) -> dict[str, object] | None:
         data = self.spec.data
@@ -310,26 +316,31 @@ class Node:
     def _checkpoints_failed(self, message: str) -> None:
         self.events.say(f"the checkpoint process of this node: {message}")
 
-    async def _start_checkpoints(self) -> None:
+    async def _start_checkpoints(self, pause_s: float = 0.0) -> None:
         if self.spec.checkpoints is None:
             return
+        await asyncio.sleep(pause_s)
         config = json.dumps({"socket": str(self.node_dir / "checkpoints.sock")})
         argv = module_command("tenplexrun.worker.checkpointer", config)
         self.pids["checkpoints"] = await self.processes.spawn("checkpoints", argv, env=SINGLE_THREADED)
 
     async def _keep_alive(self, host: str, hosting: Hosting, died: asyncio.Queue[Verdict]) -> None:
-        """Start store, view and checkpoint process again when they die; what cannot be replaced ends this node."""
+        """Start store, view and checkpoint process again when they die; what cannot be replaced ends this node.
+        Training does not need the checkpoint process, which may die as often as it does."""
         restart = {
             "store": lambda: self._start_store(host),
             "view": self._start_view,
-            "checkpoints": self._start_checkpoints,
         }
         restarts: Counter[str] = Counter()
         while True:
             ended = await self.processes.exits.get()
             self.events.emit("process_ended", name=ended.name, code=ended.code)
             restarts[ended.name] += 1
-            if ended.name in restart and ended.code < 0 and restarts[ended.name] <= MAX_RESTARTS:
+            if ended.name == "checkpoints":
+                pause = min(LONGEST_PAUSE_S, 0.1 * 2 ** min(restarts["checkpoints"] - 1, 10))
+                self._checkpoints_failed(f"it has ended with {ended.code}, and is started anew in {pause:g} s")
+                self._starting = asyncio.ensure_future(self._start_checkpoints(pause))
+            elif ended.name in restart and ended.code < 0 and restarts[ended.name] <= MAX_RESTARTS:
                 await restart[ended.name]()
             elif ended.name in restart:
                 died.put_nowait(

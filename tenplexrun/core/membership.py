@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tenplexrun.core.decisions import Decision, Settings, View, end, left_text, more_until, nodes_text
+from tenplexrun.core.decisions import Decision, Settings, View, end, first_failure, left_text, more_until, nodes_text
 from tenplexrun.core.gathering import gather
 from tenplexrun.core.rounds import Cause, Round, Stop, Verdict
 from tenplexrun.core.running import watch
 from tenplexrun.errors import RendezvousTimeoutError
 
-__all__ = ["Decision", "Settings", "View", "decide"]
+__all__ = ["Decision", "Settings", "View", "decide", "may_wait"]
 
 
 def decide(view: View, settings: Settings, now: float) -> Decision:
@@ -51,6 +51,16 @@ def _decide(view: View, round_: Round, settings: Settings, now: float) -> Decisi
     if round_.phase == "running":
         return watch(view, round_, settings, now)
     return gather(view, round_, settings, now)
+
+
+def may_wait(decision: Decision, view: View) -> bool:
+    """Whether the decision ends a job that runs well, since it was told to: then a checkpoint may be written first."""
+    if decision.round is None or view.round is None or decision.round.phase != "ended" or view.round.phase != "running":
+        return False
+    told = any(request.kind != "resize" for request in view.requests)
+    urgent = any(request.urgent for request in view.requests)
+    done = any(ack.state == "done" for ack in view.acks.values())
+    return told and not urgent and not done and first_failure(view, view.round) is None
 
 
 def start(view: View, settings: Settings, now: float) -> Decision:

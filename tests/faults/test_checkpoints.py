@@ -109,17 +109,52 @@ def test_an_unwritable_folder_is_reported_and_training_goes_on(cluster: Cluster,
 def test_a_checkpoint_process_that_is_stopped_is_started_anew(cluster: Cluster, home: Path) -> None:
     start(cluster, home, job(home, 2000, "--pause", "0.1"), "--checkpoint-every=3", "--nproc-per-node=1")
     cluster.wait(lambda: complete(home), "a checkpoint")
-    [stopped] = [
-        pid
-        for pid in descendants(cluster.agents["b"].pid)
-        if b"worker.checkpointer" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    ]
+    [stopped] = living_checkpointer(cluster, "b")
     os.kill(stopped, signal.SIGSTOP)
     cluster.wait(lambda: "it hangs, and is started anew" in cluster.log("b"), "the end of its patience")
     newest = complete(home)[-1]
     cluster.wait(lambda: complete(home)[-1] > newest, "a checkpoint")
     cluster.agents["a"].send_signal(signal.SIGINT)
     assert {cluster.exit_code(name) for name in "ab"} == {130}
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_job_that_is_told_to_end_writes_a_last_checkpoint(
+    cluster: Cluster, home: Path, signum: signal.Signals
+) -> None:
+    """SIGTERM on a node that the job cannot be without, SIGINT on any."""
+    command = job(home, 2000, "--pause", "0.1")
+    start(cluster, home, command, "--checkpoint-every=100000", "--nproc-per-node=1")
+    cluster.progress(5)
+    before = cluster.committed()
+    cluster.agents["b"].send_signal(signum)
+    assert {cluster.exit_code(name) for name in "ab"} == {128 + signum}
+    assert complete(home)[-1] >= before
+
+
+def test_a_checkpoint_process_that_dies_again_and_again_costs_no_step(cluster: Cluster, home: Path) -> None:
+    start(cluster, home, job(home, 2000, "--pause", "0.1"), "--checkpoint-every=3", "--nproc-per-node=1", nodes=1)
+    killed: set[int] = set()
+    for _ in range(5):
+        [pid] = cluster.wait(lambda: {*living_checkpointer(cluster, "a")} - killed, "a checkpoint process")
+        os.kill(pid, signal.SIGKILL)
+        killed.add(pid)
+    newest = (complete(home) or [0])[-1]
+    cluster.wait(lambda: (complete(home) or [0])[-1] > newest, "a checkpoint")
+    assert "it has ended with -9, and is started anew in 1.6 s" in cluster.log("a")
+    cluster.agents["a"].send_signal(signal.SIGINT)
+    assert cluster.exit_code("a") == 130
+
+
+def living_checkpointer(cluster: Cluster, name: str) -> list[int]:
+    found = []
+    for pid in descendants(cluster.agents[name].pid):
+        try:
+            if b"worker.checkpointer" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(pid)
+        except OSError:
+            continue
+    return found
 
 
 @pytest.mark.slow

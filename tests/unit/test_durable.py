@@ -14,10 +14,10 @@ from tenplexrun.agent.events import EventLog
 from tenplexrun.agent.memory import MemoryCoordination, MemoryStore
 from tenplexrun.core import durable
 from tenplexrun.core.durable import Cadence, Found
-from tenplexrun.core.membership import Settings, View, decide
+from tenplexrun.core.membership import Settings, View, decide, may_wait
 from tenplexrun.core.pace import Interval
 from tenplexrun.core.parallel import ParallelConfig
-from tenplexrun.core.rounds import Ack, Cause, Failure, Member, Participant, Round, round_from_json, to_json
+from tenplexrun.core.rounds import Ack, Cause, Failure, Member, Participant, Request, Round, round_from_json, to_json
 from tenplexrun.core.snapshots import SnapshotId
 from tenplexrun.errors import CheckpointError, CompareFailedError, LayoutError
 from tenplexrun.worker.checkpoint_client import CheckpointClient
@@ -51,9 +51,11 @@ MEMBER = Member("a", "h", "h:1", "h:2", 1)
 GATHERING = Round(0, "gathering", Cause("start", "", 0.0), "h:1", ParallelConfig())
 
 
-def view(round_: Round, *acks: Ack, found: Found | None = None, writing: bool = False) -> View:
+def view(
+    round_: Round, *acks: Ack, found: Found | None = None, writing: bool = False, requests: tuple[Request, ...] = ()
+) -> View:
     return View(
-        "h:1", {"a": MEMBER}, {"a": 0.0}, round_, {ack.node: ack for ack in acks}, (), {}, 0.0, 0.0, found=found,
+        "h:1", {"a": MEMBER}, {"a": 0.0}, round_, {ack.node: ack for ack in acks}, requests, {}, 0.0, 0.0, found=found,
         writing=writing,
     )  # fmt: skip
 
@@ -105,7 +107,7 @@ def test_the_job_ends_after_its_last_checkpoint() -> None:
 
 
 def test_a_checkpoint_that_the_end_of_a_round_prevented_is_made_up_for() -> None:
-    collector = Collector(CLIENT, Interval(steps=10), EventLog("a", None, False))
+    collector = Collector(CLIENT, Interval(steps=10), EventLog("a", None, False), 30.0)
     collector.expect(RUNNING, True)
     assert collector.begin(0, 9, {"a"}) is None
     assert collector.begin(0, 10, {"a"}) is not None
@@ -123,7 +125,7 @@ def test_a_checkpoint_that_the_end_of_a_round_prevented_is_made_up_for() -> None
 
 
 def test_a_checkpoint_whose_parts_cannot_all_come_does_not_keep_others_from_being_written() -> None:
-    collector = Collector(CLIENT, Interval(steps=10), EventLog("a", None, False))
+    collector = Collector(CLIENT, Interval(steps=10), EventLog("a", None, False), 30.0)
     collector.expect(RUNNING, True)
     assert collector.begin(0, 10, set()) is None, "a node that would not hear of it"
     assert collector.begin(0, 11, {"a", "spare"}) is not None, "it is still due"
@@ -132,6 +134,28 @@ def test_a_checkpoint_whose_parts_cannot_all_come_does_not_keep_others_from_bein
     collector.lost("a")
     assert not collector.busy
     assert collector.begin(0, 20, {"a"}) is not None
+
+
+def test_a_job_that_is_told_to_end_writes_a_last_checkpoint_first() -> None:
+    end = Request("r", "end", code=143)
+    ended = decide(view(RUNNING, requests=(end,)), SETTINGS, 1.0)
+    assert ended.round is not None
+    assert may_wait(ended, view(RUNNING, requests=(end,)))
+    assert not may_wait(ended, view(RUNNING, requests=(replace(end, urgent=True),))), "asked twice"
+    assert not may_wait(ended, view(RUNNING, Ack("a", "done"), requests=(end,))), "no snapshot will come"
+    assert not may_wait(ended, view(replace(RUNNING, phase="gathering"), requests=(end,)))
+    assert not may_wait(decide(view(RUNNING), SETTINGS, 1.0), view(RUNNING))
+    collector = Collector(CLIENT, Interval(steps=10), EventLog("a", None, False), 30.0)
+    assert not collector.wind_up(100.0), "no round runs here"
+    collector = Collector(CLIENT, Interval(steps=10), EventLog("a", None, False), 30.0)
+    collector.expect(RUNNING, True)
+    assert collector.wind_up(100.0)
+    assert not collector.wind_up(130.0), "the grace is over"
+    assert collector.wind_up(129.0)
+    assert collector.begin(0, 9, {"a"}) is not None
+    assert collector.wind_up(129.0)
+    collector.lost("a")
+    assert not collector.wind_up(129.0), "it has failed"
 
 
 def test_a_checkpoint_of_a_round_that_has_moved_on_is_not_confirmed() -> None:
