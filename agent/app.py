@@ -14,6 +14,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tenplexrun.agent import dataset_memory
 from tenplexrun.agent.bulletin import Bulletin
 from tenplexrun.agent.decider import Decider
 from tenplexrun.agent.desk import Desk
@@ -357,7 +358,8 @@ class Agent:
     async def _gather(self, action: lc.Gather) -> None:
         holdings = [Holding.from_json(record) for record in await self._services.store.inventory()]
         port = await self._services.pool.listen(self._services.host)
-        await self._queue.put(lc.Gathered(action.round, tuple(holdings), port))
+        extents = await dataset_memory.held(self._services.view)
+        await self._queue.put(lc.Gathered(action.round, tuple(holdings), port, extents))
 
     # --- helpers --------------------------------------------------------------------------------------------------
 

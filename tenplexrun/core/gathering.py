@@ -155,6 +155,7 @@ def _form(view: View, round_: Round, settings: Settings, now: float, gathered: M
         master=(first.host, gathered[first.node].master_port),
         snapshot=snapshot,
         sources=sources,
+        extents=forming.extents(gathered),
         checkpoint=found.checkpoint,
         replicas=settings.replicas,
         way=settings.way,
