@@ -14,6 +14,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tenplexrun.agent import dataset_memory
 from tenplexrun.agent.bulletin import Bulletin
 from tenplexrun.agent.decider import Decider
 from tenplexrun.agent.desk import Desk
@@ -111,6 +112,8 @@ class Agent:
         place = (launch.run_id, member, launch.lease_s, is_gone, self._folder, launch.charter, services.events.say)
         self._folder, self._lease = await join_run(self._coordination, *place)
         self.on_joined(self._lease.key)
+        if services.checkpoints is not None:
+            services.checkpoints.joined(self._folder)
         self._round_seen, events = None, services.events
         events.emit("joined", folder=self._folder, link=member.link, store=member.store, workers=member.num_workers)
         arguments = (launch.settings, services.store.layout, events, launch.lease_s, services.links.linked)
@@ -355,7 +358,8 @@ class Agent:
     async def _gather(self, action: lc.Gather) -> None:
         holdings = [Holding.from_json(record) for record in await self._services.store.inventory()]
         port = await self._services.pool.listen(self._services.host)
-        await self._queue.put(lc.Gathered(action.round, tuple(holdings), port))
+        extents = await dataset_memory.held(self._services.view)
+        await self._queue.put(lc.Gathered(action.round, tuple(holdings), port, extents))
 
     # --- helpers --------------------------------------------------------------------------------------------------
 

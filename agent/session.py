@@ -256,9 +256,9 @@ class Session:
         consumed = max((holding.consumed for holding in held), default=begun)
         key = (dp_rank, json.dumps(order, sort_keys=True))
         if key not in self._views:
-            showing = self._services.view.show(
-                self.round.number, dict(order), dp_rank, self.round.parallel.dp, consumed
-            )
+            placement = self.round.placement(self._node).to_json()
+            dp_size = self.round.parallel.dp
+            showing = self._services.view.show(self.round.number, dict(order), dp_rank, dp_size, consumed, placement)
             self._views[key] = asyncio.ensure_future(showing)
         return await asyncio.shield(self._views[key])
 

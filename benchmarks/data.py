@@ -10,13 +10,14 @@
     the next round's view of 10,000 whole files is there            0.05 s
     remote, 5 ms a request: 10 × read-ahead's rate / the loader's   1
 
-Measured through a view's process as the agent runs it, mounted if FUSE is to be had. loader: batches of 512 random
-samples from extents, order, weights and commit included. numpy: `array[ids]`, the array in the process's own memory and
-the ids made before. The file system: one `pread` a row. Packed and whole files: by 1 MiB into a buffer that is kept.
-torchdata's StatefulDataLoader over the same array, and MosaicML's StreamingDataset over a local copy, shuffled, one
-process each, where `make peers` has installed them. All take turns; each has run before. remote: rows of a file behind
-a local HTTP server that waits before each answer; the loader's first epoch of 64 MiB, from the moment in which the view
-is told of it, beside fsspec's read-ahead cache that reads row by row in the same order.
+Measured through a view's process as the agent runs it, mounted if FUSE is to be had. loader: batches of 1,024 rows,
+each once an epoch, with order, weights and commit. numpy: `array[ids]`, the array in the process's own memory and the
+ids a permutation made before; /dev/shm: from a mapped file, as ours, with small pages. The file system: one `pread` a
+row. Packed and whole files: by 1 MiB into a buffer that is kept. torchdata's StatefulDataLoader over the same array,
+and MosaicML's StreamingDataset over a local copy, shuffled, one process each, where `make peers` has installed them.
+All take turns; each has run before. remote: rows of a file behind a local HTTP server that waits before each answer;
+the loader's first epoch of 64 MiB, from the moment in which the view is told of it, beside fsspec's read-ahead cache
+that reads row by row in the same order.
 
     benchmarks/data.py [--quick] [--check]
 """
@@ -24,6 +25,7 @@ is told of it, beside fsspec's read-ahead cache that reads row by row in the sam
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import shutil
@@ -43,7 +45,7 @@ from views import View, server, view
 from tenplexrun.core.order import DataOrder
 from tenplexrun.worker.data import Loader, open_loader
 
-SAMPLE_BYTES, BATCH, CHUNK = 4096, 512, 1 << 20
+SAMPLE_BYTES, BATCH, CHUNK = 4096, 1024, 1 << 20
 REMOTE_ROWS, READ_AHEAD_ROWS, LATENCY_S = 16_384, 100, 0.005
 FILES, LARGE, MIDDLE = 10_000, 4 * states.MIB, 110 * 1024
 PEERS = ROOT / "build" / "peers" / "bin" / "python"
@@ -80,23 +82,26 @@ def rows(shown: View, path: Path, array: np.ndarray, steps: int, runs: int) -> S
             loader.next_batch()
             loader.commit()
 
-    def gather(ids: np.ndarray) -> None:
+    mapped = np.load(path, mmap_mode="r")
+
+    def gather(rows: np.ndarray, ids: np.ndarray) -> None:
         for some in ids:
-            array[some]
+            rows[some]
 
     def pread(ids: np.ndarray) -> None:
         for some in ids.tolist():
             b"".join([os.pread(file, SAMPLE_BYTES, header + number * SAMPLE_BYTES) for number in some])
 
     def drawn(run: Callable[[np.ndarray], None]) -> float:
-        ids = random.integers(0, len(array), size=(steps, BATCH))
+        ids = random.permutation(len(array)).reshape(steps, BATCH)  # each row once, too: no cache helps
         return processor(lambda: run(ids))
 
     try:
         return in_turns(
             {
                 "tenplexrun": lambda: processor(ours),
-                "numpy's gather": lambda: drawn(gather),
+                "numpy's gather": lambda: drawn(functools.partial(gather, array)),
+                "numpy's gather, /dev/shm": lambda: drawn(functools.partial(gather, mapped)),
                 "pread": lambda: drawn(pread),
             },
             runs,

@@ -7,10 +7,11 @@
     four hosts: tenplexrun / everything by way of one node                     1/3
 
 Measured: `pull` of a real store process, from the order to the snapshot that is listed there, with every checksum
-proved; the file that it goes to is new. raw: two processes, sendfile → recv_into by as many streams, from the same slot
-to memory that exists, nothing verified; "to a new file": that is reserved in the time, as a pull's must be. One node:
-`core.baselines.central`, carried out by the same stores. The hosts need root and iproute2, else that part is not
-measured.
+proved: into the free slot of a node that was there before, whose pages exist; "to a new node": into a file whose pages
+come with it. raw: sendfile → recv_into by as many streams, from the same slots to memory that exists, nothing
+verified; "to a new file": written there in pieces of 1 MiB. By way of one node: `core.baselines.central`, carried out
+by the same stores. raw on the hosts: the same bytes between the same pairs; a link that is full carries 0.956 of its
+rate (1,448 of 1,514 bytes are payload). The hosts need root and iproute2, else that part is not measured.
 
     benchmarks/transfer.py [--quick] [--check]
 """

@@ -26,20 +26,24 @@ TENSORS = ".bin"
 
 
 class MappedFile:
-    """A whole file, open until the last reference to it goes, dropped or not."""
+    """A whole file, open until the last reference to it goes, dropped or not. `read_only`: of which little is read."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self.fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    def __init__(self, path: Path, read_only: bool = False) -> None:
+        self._path, self._read_only = path, read_only
+        self.fd = os.open(path, (os.O_RDONLY if read_only else os.O_RDWR) | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self.fd)
         self._writing = threading.Lock()
         self._view = memoryview(b"")
 
     @property
     def view(self) -> memoryview:
-        """All of it, mapped shared and writable on first use, and again when it has grown. Raises StoreError."""
+        """All of it, mapped shared and, unless `read_only`, writable on first use, and again when it has grown. Raises
+        StoreError."""
         if len(self._view) < os.fstat(self.fd).st_size:
             try:
+                if self._read_only:
+                    self._view = memoryview(mmap.mmap(self.fd, 0, access=mmap.ACCESS_READ))
+                    return self._view
                 memory = mmap.mmap(self.fd, 0)
             except (OSError, ValueError) as error:
                 raise StoreError(f"cannot map {self._path}: {error}") from error

@@ -22,6 +22,7 @@ from tenplexrun.errors import StoreError, TenplexError, WireError
 from tenplexrun.store import reading, wire
 from tenplexrun.store.arena import Arena
 from tenplexrun.store.files import MappedFile
+from tenplexrun.store.shelf import Shelf
 from tenplexrun.store.sockets import Outbox, receive_frame, tune
 from tenplexrun.store.web import Counters, Web
 
@@ -40,8 +41,10 @@ class PeerServer:
         timeout_s: float = 30.0,
         counters: Counters | None = None,
         tls: ssl.SSLContext | None = None,
+        shelf: Shelf | None = None,
     ) -> None:
         self._arena, self._token, self._timeout_s, self._tls = arena, token, timeout_s, tls
+        self._shelf = shelf
         self._counters = counters or Counters()
         self._web = Web(arena, token, timeout_s, self._counters)
         self._places = threading.BoundedSemaphore(MAX_CONNECTIONS)
@@ -122,10 +125,14 @@ class PeerServer:
 
     def _send_regions(self, sock: socket.socket, request: wire.Read) -> None:
         """Errors leave before the first byte of the stream does; what fails later ends the connection."""
-        by_fqn = reading.by_name(self._arena.get(request.snapshot).pieces)
+        if self._shelf is not None and self._shelf.holds(request.snapshot):
+            by_fqn, files = self._shelf.take(request.snapshot, request.regions)
+        else:
+            by_fqn, files = reading.by_name(self._arena.get(request.snapshot).pieces), {}
         jobs = [(region, _holding(fqn, region, by_fqn)) for fqn, region in request.regions]
         described = [[region.num_elements * reading.item_bytes(pieces[0]), pieces[0].dtype] for region, pieces in jobs]
-        files = {name: self._arena.file(name) for name in {piece.file for _, pieces in jobs for piece in pieces}}
+        for name in {piece.file for _, pieces in jobs for piece in pieces}.difference(files):
+            files[name] = self._arena.file(name)
         out = Outbox(sock)
         out.put(wire.encode_answer({"regions": described}))
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tenplexrun.core import records
@@ -35,14 +36,15 @@ class Order:
     after: AnyClaim | None = None
 
     @classmethod
-    def from_json(cls, record: Record) -> Order:
+    def from_json(cls, record: Record, known: Callable[[str], Layout | None] = lambda _: None) -> Order:
         """From {"round", "snapshot", "layout", "claim", "fetches"}, optionally "buddy", "after". Raises LayoutError,
         StoreError.
 
         Fetches are records of `core.planner.Fetch` plus "address", the HOST:PORT of the source's store, and
-        optionally "alternatives", those of other holders.
+        optionally "alternatives", those of other holders. `known`: layouts by digest, which need not be read again.
         """
-        snapshot, layout = SnapshotId.from_json(record["snapshot"]), Layout.from_json(record["layout"])
+        snapshot = SnapshotId.from_json(record["snapshot"])
+        layout = known(snapshot.digest) or Layout.from_json(record["layout"])
         if layout.digest != snapshot.digest:
             raise StoreError(f"the pull of {snapshot} came with layout {layout.digest}, not its own {snapshot.digest}")
         parts: list[Part] = []

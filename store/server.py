@@ -21,7 +21,8 @@ import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tenplexrun import channel
@@ -36,6 +37,7 @@ from tenplexrun.store.arena import Arena
 from tenplexrun.store.peers import PeerServer
 from tenplexrun.store.pulls import Order, PullJob
 from tenplexrun.store.replication import ReplicaJob
+from tenplexrun.store.shelf import RowsJob, Shelf
 from tenplexrun.store.transfer import Peers
 from tenplexrun.store.web import Counters
 from tenplexrun.tls import Tls
@@ -44,6 +46,9 @@ log = logging.getLogger(__name__)
 
 PATIENCE = 2
 """Sources that went away are asked again for so many times the longest wait for any progress."""
+DATA_TIMEOUT_S = 5.0
+"""As `timeout_s`, for samples of datasets."""
+MAX_FETCHES = 8
 ABANDON_S = 2.0
 """The longest wait for a pull that was cancelled: one that is just connecting sees it late."""
 
@@ -87,6 +92,7 @@ class Control:
         self._pulls: dict[PullJob, asyncio.Future[Record]] = {}
         self._replicating: ReplicaJob | None = None
         self._one_replication = asyncio.Lock()
+        self._fetching = ThreadPoolExecutor(MAX_FETCHES, "rows")
         self._ops: dict[str, Callable[[Record], Awaitable[Record]]] = {
             "hello": self._hello,
             "open_round": self._open_round,
@@ -101,6 +107,7 @@ class Control:
             "abandon": self._abandon,
             "index": self._index,
             "layout": self._layout,
+            "fetch": self._fetch,
             "metrics": self._metrics,
         }
 
@@ -159,7 +166,8 @@ class Control:
         return {"holdings": [holding.to_json() for holding in await asyncio.to_thread(self._arena.inventory)]}
 
     async def _pull(self, args: Record) -> Record:
-        job = PullJob(self._arena, self._peers, Order.from_json(args), PATIENCE * self._peers.timeout_s)
+        order = Order.from_json(args, self._arena.layout)
+        job = PullJob(self._arena, self._peers, order, PATIENCE * self._peers.timeout_s)
         running = asyncio.ensure_future(asyncio.to_thread(job.run))
         self._pulls[job] = running
         running.add_done_callback(lambda _: self._ended(job))
@@ -169,6 +177,14 @@ class Control:
             return done
         finally:
             job.cancel()  # matters where this task was cancelled: the agent has gone
+
+    async def _fetch(self, args: Record) -> Record:
+        """Samples for the view: never waits long, since they are to be had elsewhere, too."""
+        peers = replace(self._peers, timeout_s=min(self._peers.timeout_s, DATA_TIMEOUT_S))
+        # in threads of its own: peers that stall must not hold up what the job's state waits for
+        done = await asyncio.get_running_loop().run_in_executor(self._fetching, RowsJob(peers, args).run)
+        self._counters.received(done["num_bytes"])
+        return done
 
     def _ended(self, job: PullJob) -> None:
         running = self._pulls.pop(job)
@@ -226,7 +242,8 @@ async def serve(config: Config) -> None:
     arena = Arena.open(config.folder, config.limit_bytes)
     counters = Counters()
     server_tls, client_tls = (config.tls.server(), config.tls.client()) if config.tls else (None, None)
-    peer_server = PeerServer(arena, config.token.encode(), config.timeout_s, counters, server_tls)
+    shelf = Shelf(config.folder.parent / "extents")
+    peer_server = PeerServer(arena, config.token.encode(), config.timeout_s, counters, server_tls, shelf)
     # Killed and started again, it must be where its peers know it to be.
     remembered = config.folder / "port"
     port = peer_server.start(config.host, int(remembered.read_text()) if remembered.exists() else 0)

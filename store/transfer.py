@@ -178,6 +178,10 @@ class Pull:
             attempt += 1
         return [self._checksums[part] for part in self._parts]
 
+    def has(self, part: Part) -> bool:
+        """Whether it has arrived."""
+        return part in self._checksums
+
     def _source(self, part: Part, attempt: int) -> str | None:
         """Who is asked for it next: all holders in turn, then again those that went away; None if there are none."""
         if attempt < len(part.addresses) * TRIES:
@@ -249,15 +253,17 @@ class Pull:
 
 
 def _batches(parts: Sequence[Part]) -> list[list[Part]]:
-    """Requests of bounded count and size, and enough of them to keep all streams of a source busy."""
-    share = sum(part.num_bytes for part in parts) // STREAMS_PER_SOURCE
-    limit = min(BATCH_BYTES, max(share, CHUNK_BYTES))
+    """Requests of bounded count and about equal size, as many for each stream of a source: none is left over at the
+    end, for which the others would wait."""
+    total = sum(part.num_bytes for part in parts)
+    turns = -(-total // (STREAMS_PER_SOURCE * BATCH_BYTES))
+    share = total / (STREAMS_PER_SOURCE * turns if total > CHUNK_BYTES else 1)
     batches: list[list[Part]] = [[]]
     size = 0
     for part in parts:
-        if batches[-1] and (size + part.num_bytes > limit or len(batches[-1]) == BATCH_REGIONS):
+        full = size + part.num_bytes / 2 > share * len(batches)
+        if batches[-1] and (full or len(batches[-1]) == BATCH_REGIONS):
             batches.append([])
-            size = 0
         batches[-1].append(part)
         size += part.num_bytes
     return batches

@@ -77,6 +77,7 @@ class JobSpec:
     data: DataSpec | None
     view_mode: str
     view_window_bytes: int
+    data_bytes: int | None
     secret_file: str
     tls: Tls | None
     output: Output
@@ -131,6 +132,7 @@ def check(args: argparse.Namespace, environ: Mapping[str, str]) -> JobSpec:
         data=_data(args),
         view_mode=args.view,
         view_window_bytes=_num_bytes("--view-window", args.view_window),
+        data_bytes=None if args.data_memory == "auto" else _num_bytes("--data-memory", args.data_memory),
         secret_file=args.secret_file or os.path.join(environ.get("HOME", "/"), ".tenplexrun", "secret"),
         tls=_tls(args),
         output=_output(args, environ),

@@ -184,9 +184,15 @@ OURS: dict[str, tuple[Flag, ...]] = {
         ),
         Flag(
             "--view-window",
-            "without FUSE: how much of a rank's data is written as packed files for each round, the same on all nodes "
-            "(default 256M; FUSE shows the whole epoch, and so does job.loader)",
+            "how much of a rank's data is fetched ahead where this node lacks it, and, without FUSE, written as packed "
+            "files for each round; the same on all nodes (default 256M)",
             _text("256M", "BYTES"),
+        ),
+        Flag(
+            "--data-memory",
+            "how much of datasets this node keeps in shared memory; what no node has room for stays where it is "
+            "(default auto: half of what is free)",
+            _text("auto", "BYTES"),
         ),
         Flag(
             "--secret-file",

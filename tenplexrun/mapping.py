@@ -46,3 +46,9 @@ class EndToEnd:
                 raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
         finally:
             os.close(file)
+
+    def clear(self, offset: int, num_bytes: int) -> None:
+        """Take away what was put at `offset`. Raises OSError."""
+        place, flags = self.data.ctypes.data + offset, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
+        if _libc.mmap(place, num_bytes, 0, flags, -1, 0) != place:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

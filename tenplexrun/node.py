@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
 import time
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tenplexrun import channel
+from tenplexrun.agent import dataset_memory
 from tenplexrun.agent.agreement import Agreement
 from tenplexrun.agent.app import Agent, Launch
 from tenplexrun.agent.desk import Desk
@@ -71,6 +73,7 @@ class Node:
         spec = self.spec
         (self.node_dir / "token").touch(mode=0o600)
         (self.node_dir / "token").write_text(self.token)
+        data_bytes = dataset_memory.budget(spec.data_bytes, self.node_dir)
         died: asyncio.Queue[Verdict] = asyncio.Queue()
         pool = self.pool
         host = own_host(spec.meeting.endpoints, spec.local_addr)
@@ -78,7 +81,8 @@ class Node:
         growing = spec.meeting.hosted and bool(spec.meeting.endpoints) and spec.max_nodes >= FULL
         hosting = Hosting(self.processes, self.node_dir, self.events, host, growing)
         store = StoreClient(str(self.node_dir / "store.sock"))
-        view = ViewClient(str(self.node_dir / "view.sock"), self._view_failed)
+        told = functools.partial(dataset_memory.tell, self.events)
+        view = ViewClient(str(self.node_dir / "view.sock"), self._view_failed, told)
         checkpoints = self._checkpoints()
         watching = self._watch_over(host, hosting, died, checkpoints is not None)
         links, desk = Links(self.node, self.token, spec.tls), Desk()
@@ -112,7 +116,7 @@ class Node:
                 hosting=hosting,
             )
             await self._warm_up()
-            member = replace(member, ready_s=round(time.monotonic() - self.began, 3))
+            member = replace(member, ready_s=round(time.monotonic() - self.began, 3), data_bytes=data_bytes)
             charter = Charter(token_proof(self.token), terms_of(spec), host)
             rest = (spec.timeouts.lease_s, spec.meeting.hosted, charter)
             launch = Launch(spec.run_id, member, self._settings(), *rest)
@@ -273,6 +277,7 @@ class Node:
             "socket": str(self.node_dir / "view.sock"),
             "mode": self.spec.view_mode,
             "window_bytes": self.spec.view_window_bytes,
+            "store": str(self.node_dir / "store.sock"),
         }
         command = module_command("tenplexrun.vfs.server", json.dumps(config))
         self.pids["view"] = await self.processes.spawn("view", command)

@@ -174,6 +174,9 @@ class CheckpointClient(Protocol):
     """The node's checkpoint process. All raise CheckpointError when something cannot be read or written, ProcessError
     when the process has died."""
 
+    def joined(self, job: str) -> None:
+        """The name of the job from now on: the folder of its run."""
+
     async def newest(self, refused: Collection[str]) -> tuple[Checkpoint | None, list[str]]:
         """The newest checkpoint that can be read, `refused` folders left out, and what is to be said of others."""
 
@@ -208,8 +211,20 @@ class CheckpointClient(Protocol):
 class ViewClient(Protocol):
     """The node's dataset view."""
 
-    async def show(self, round_number: int, order: Record, dp_rank: int, dp_size: int, consumed: int) -> str:
-        """Show one dp rank's share of the global order from `consumed` on. Returns the directory."""
+    async def show(
+        self,
+        round_number: int,
+        order: Record,
+        dp_rank: int,
+        dp_size: int,
+        consumed: int,
+        placement: Record | None = None,
+    ) -> str:
+        """Show one dp rank's share of the global order from `consumed` on. Returns the directory. `placement`: by which
+        this node keeps its part of the dataset (`core.extents.Placement`)."""
+
+    async def held(self) -> Record:
+        """By dataset the extents that are here, as `core.extents.Spans`."""
 
     async def drop(self, round_number: int) -> None:
         """Readers of this round have left."""

@@ -20,12 +20,15 @@ KEYS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFA
 
 class FileServer(ThreadingHTTPServer):
     """What is below `root`. `failing`: so many requests from now on are answered by 503; `ranges`: whether they are
-    served; `requests`: the number of those answered so far; `delay_s`: what each waits for its answer."""
+    served; `requests`: the number of those answered so far; `delay_s`: what each waits for its answer; `gate`: nobody
+    gets any while it is closed (an event that is not set)."""
 
     daemon_threads = True
 
     def __init__(self, root: Path) -> None:
         self.failing, self.ranges, self.requests, self.delay_s = 0, True, 0, 0.0
+        self.gate = threading.Event()
+        self.gate.set()
         super().__init__(("127.0.0.1", 0), partial(_Handler, directory=str(root)))
         self.url = f"http://127.0.0.1:{self.server_port}"
 
@@ -62,6 +65,7 @@ class _Handler(SimpleHTTPRequestHandler):
     def _fails(self) -> bool:
         self.server.requests += 1
         time.sleep(self.server.delay_s)
+        self.server.gate.wait()
         if self.server.failing > 0:
             self.server.failing -= 1
             self.send_response(503)

@@ -1,70 +1,211 @@
-"""Copies a dataset's samples, once, into extent files in the node's shared memory.
+"""This node's extents of one dataset: files in shared memory, as the plan of the round says.
 
-`<directory>/<key of the spec>/` holds the extents and, last, `catalogue.json`. It appears by rename when complete, so
-that a view process that was killed in the middle starts over, and one that was killed later does not.
+`<directory>/<key of the spec>/` holds an extent as two files (see `tenplexrun.samples`); the checksums come by rename
+before the samples do, so that whatever is killed when, an extent that is there is whole. What this node lacks comes
+from other nodes that hold it, through the node's store, else from the dataset's own files. What it held and another
+node owns now goes as soon as that one has it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
-import json
 import os
+import re
 import shutil
 import threading
+from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+
+from tenplexrun.core.extents import Plan
 from tenplexrun.datasets.dataset import Dataset
-from tenplexrun.errors import DataError
-from tenplexrun.formats import open_dataset
-from tenplexrun.samples import Catalogue, Extents, extent_name, samples_per_extent
-from tenplexrun.vfs.homes import appearing, full, home_of
+from tenplexrun.errors import ArenaFullError, DataError
+from tenplexrun.samples import Catalogue, block_sums, extent_name, samples_per_extent, sums_name
+from tenplexrun.vfs.homes import full
+from tenplexrun.vfs.neighbours import Neighbours, Run
+from tenplexrun.vfs.remote import Remote
 
-EXTENT_BYTES = 32 << 20
+Tell = Callable[..., None]
+EXTENT_BYTES, LEAST_EXTENT_BYTES, EXTENTS = 32 << 20, 256 << 10, 64
 _COPY_BYTES = 4 << 20
+_LOOK_S = 1.0
+_PARTIAL = ".partial"
 
 
-def load(spec: str, directory: Path, stop: threading.Event) -> Extents:
-    """The extents of dataset `spec` below `directory`, copied there unless they are already.
+def catalogue_of(dataset: Dataset) -> Catalogue:
+    """With some dozens of extents to share, of a size that is good to move. Raises DataError for samples of different
+    sizes."""
+    size = dataset.sample_bytes
+    wanted = min(max(dataset.num_bytes // EXTENTS, LEAST_EXTENT_BYTES), EXTENT_BYTES)
+    per_extent = min(samples_per_extent(size, wanted), dataset.num_samples)
+    return Catalogue(dataset.num_samples, dataset.dtype, dataset.shape, dataset.fingerprint(), per_extent)
 
-    Raises DataError for a bad dataset or when `stop` is set, ArenaFullError with the bytes needed and free.
+
+def present(home: Path) -> set[int]:
+    """The extents in a folder."""
+    with contextlib.suppress(FileNotFoundError):
+        return {int(match[1]) for name in os.listdir(home) if (match := re.fullmatch(r"extent-(\d+)\.bin", name))}
+    return set()
+
+
+class Keeper:
+    """Keeps the extents of one dataset in `home`, in a thread of its own.
+
+    `follow` a plan; `tell(kind, **fields)` hears what became of it, `dropped(number)` of an extent that is gone.
     """
-    home = home_of(spec, directory)
-    try:
-        record = json.loads((home / "catalogue.json").read_text())
-    except FileNotFoundError:
-        return Extents(_copy(open_dataset(spec), home, stop), str(home))
-    return Extents(Catalogue.from_json(record), str(home))
 
+    def __init__(
+        self,
+        remote: Remote,
+        catalogue: Catalogue,
+        home: Path,
+        neighbours: Neighbours,
+        tell: Tell,
+        dropped: Callable[[int], None],
+    ) -> None:
+        self._remote, self.catalogue, self.home = remote, catalogue, home
+        self._neighbours, self._tell, self._dropped = neighbours, tell, dropped
+        self.plan: Plan | None = None
+        self._settled = threading.Event()
+        self._wake = threading.Event()
+        self._stopping = False
+        self._moved = {"peers": 0, "files": 0}
+        self._thread = threading.Thread(target=self._run, name="extents", daemon=True)
+        home.mkdir(parents=True, exist_ok=True)
 
-def _copy(dataset: Dataset, home: Path, stop: threading.Event) -> Catalogue:
-    per_extent = samples_per_extent(dataset.sample_bytes, EXTENT_BYTES)
-    catalogue = Catalogue(
-        dataset.num_samples, dataset.dtype, dataset.shape, dataset.fingerprint(), min(per_extent, dataset.num_samples)
-    )
-    with appearing(home) as partial:
-        if shutil.disk_usage(partial).free < dataset.num_bytes:
-            raise full(dataset.spec, dataset.num_bytes, partial)
-        for number in range(catalogue.num_extents):
-            _copy_extent(dataset, catalogue, number, partial / extent_name(number), stop)
-        (partial / "catalogue.json").write_text(json.dumps(catalogue.to_json()))
-    return catalogue
+    def follow(self, plan: Plan) -> None:
+        """From now on. Raises ArenaFullError where shared memory is too small for it."""
+        missing = self.catalogue.bytes_of(plan.wanted - present(self.home))
+        if shutil.disk_usage(self.home).free < missing:
+            raise full(self._remote.spec, missing, self.home)
+        self._settled.clear()
+        self.plan = plan
+        self._wake.set()
+        if not self._thread.is_alive():
+            self._thread.start()
 
+    def wait(self, seconds: float) -> bool:
+        """Until all that the plan wants is here, or so long. Returns whether it is."""
+        return self._settled.wait(seconds)
 
-def _copy_extent(dataset: Dataset, catalogue: Catalogue, number: int, path: Path, stop: threading.Event) -> None:
-    offset = number * catalogue.samples_per_extent * catalogue.sample_bytes
-    end = offset + catalogue.samples_in(number) * catalogue.sample_bytes
-    with open(path, "xb") as file:
-        try:
-            # Reserved first: a write to a full tmpfs through a mapping would be a SIGBUS, not an error.
-            os.posix_fallocate(file.fileno(), 0, end - offset)
-        except OSError as error:
-            if error.errno == errno.ENOSPC:
-                raise full(dataset.spec, dataset.num_bytes, path.parent) from error
-            raise DataError(f"cannot write {path}: {error.strerror}") from error
+    def suspect(self, numbers: Collection[int]) -> None:
+        """Somebody has found an extent damaged: prove it, and have a damaged one fetched anew."""
+        for number in numbers:
+            with contextlib.suppress(OSError, ValueError):
+                if not self._intact(number):
+                    self._drop(number)
+                    self._tell("failed", message=f"extent {number} of {self._remote.spec} is damaged, fetched anew")
+        self._wake.set()
+
+    def stop(self) -> None:
+        self._stopping = True
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join(_LOOK_S)
+
+    # --- the thread -----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        for left in self.home.glob(f"extent-*{_PARTIAL}"):
+            left.unlink()
+        told: Plan | None = None
+        while not self._stopping:
+            self._wake.clear()
+            plan = self.plan
+            assert plan is not None
+            try:
+                if self._load_all(plan):
+                    self._settled.set()
+                    if told is not plan:
+                        told = plan
+                        self._report(plan)
+                    self._give(plan)
+            except ArenaFullError as error:
+                self._tell("failed", message=f"{error}; until then samples are read from the dataset's own files")
+                self._wake.wait()
+            except (DataError, OSError) as error:
+                self._tell("failed", message=f"extents of {self._remote.spec} cannot be fetched now: {error}")
+            self._wake.wait(_LOOK_S)
+
+    def _load_all(self, plan: Plan) -> bool:
+        """Fetch what is missing. Returns whether all is here; a newer plan ends it."""
+        for number in sorted(plan.wanted - present(self.home)):
+            if self._stopping or self.plan is not plan:
+                return False
+            self._load(number, plan)
+        return self.plan is plan
+
+    def _load(self, number: int, plan: Plan) -> None:
+        partial, num_bytes = self.home / (extent_name(number) + _PARTIAL), self.catalogue.bytes_of([number])
+        with open(partial, "wb+") as file:
+            try:
+                # Reserved first: a write to a full tmpfs through a mapping would be a SIGBUS, not an error.
+                os.posix_fallocate(file.fileno(), 0, num_bytes)
+            except OSError as error:
+                partial.unlink()
+                if error.errno == errno.ENOSPC:
+                    raise full(self._remote.spec, num_bytes, self.home) from error
+                raise DataError(f"cannot write {partial}: {error.strerror}") from error
+            run = Run(number, 0, self.catalogue.samples_in(number), plan.sources(number))
+            from_peers = not self._neighbours.fetch(str(partial), 0, self.catalogue.sample_bytes, [run])
+            if not from_peers:
+                self._read(number, file.fileno())
+            sums = block_sums(np.memmap(file, dtype=np.uint8, mode="r").data, self.catalogue)
+        self._moved["peers" if from_peers else "files"] += num_bytes
+        (self.home / (sums_name(number) + _PARTIAL)).write_bytes(sums.tobytes())
+        (self.home / (sums_name(number) + _PARTIAL)).rename(self.home / sums_name(number))
+        partial.chmod(0o400)
+        partial.rename(self.home / extent_name(number))
+
+    def _read(self, number: int, fd: int) -> None:
+        """From the dataset's own files."""
+        begin = offset = number * self.catalogue.extent_bytes
+        end = begin + self.catalogue.bytes_of([number])
         while offset < end:
-            if stop.is_set():
-                raise DataError(f"dataset {dataset.spec}: the view was told to stop while it copied the samples")
-            block = dataset.read(offset, min(_COPY_BYTES, end - offset))
-            file.write(block)
+            if self._stopping:
+                raise DataError(f"dataset {self._remote.spec}: the view was told to stop while it copied the samples")
+            block = self._remote.read(offset, min(_COPY_BYTES, end - offset))
+            os.pwrite(fd, block, offset - begin)
             offset += len(block)
-    path.chmod(0o400)
+
+    def _give(self, plan: Plan) -> None:
+        """Drop what another node owns, once it has it."""
+        extra = sorted(present(self.home) - plan.wanted)
+        owned = [number for number in extra if number in plan.owner]
+        probes = [Run(number, 0, 1, (plan.placement.stores[plan.owner[number]],)) for number in owned]
+        waiting = {owned[index] for index in self._neighbours.probe(self.home, self.catalogue.sample_bytes, probes)}
+        for number in extra:
+            if number not in waiting:
+                self._drop(number)
+
+    def _drop(self, number: int) -> None:
+        for name in (extent_name(number), sums_name(number)):
+            with contextlib.suppress(FileNotFoundError):
+                (self.home / name).unlink()
+        self._dropped(number)
+
+    def _intact(self, number: int) -> bool:
+        sums = np.fromfile(self.home / sums_name(number), np.uint64)
+        data = np.memmap(self.home / extent_name(number), dtype=np.uint8, mode="r").data
+        return np.array_equal(block_sums(data, self.catalogue), sums)
+
+    def _report(self, plan: Plan) -> None:
+        catalogue, placement = self.catalogue, plan.placement
+        moved, self._moved = self._moved, {"peers": 0, "files": 0}
+        record: dict[str, Any] = {
+            "dataset": self._remote.spec,
+            "owned": len(plan.mine),
+            "extents": catalogue.num_extents,
+            "unowned": catalogue.num_extents - len(plan.owner),
+            "num_bytes": catalogue.bytes_of(plan.mine),
+            "here_bytes": catalogue.bytes_of(plan.wanted),
+            "total_bytes": catalogue.num_bytes,
+            "budget": placement.budgets[placement.me],
+            "moved": moved["peers"] + moved["files"],
+            "from_peers": moved["peers"],
+            "bound": catalogue.bytes_of(plan.lacked()),
+        }
+        self._tell("extents", **record)

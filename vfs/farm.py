@@ -77,7 +77,7 @@ def _write(node: Node, path: Path) -> None:
 def _write_file(node: File, path: Path) -> None:
     with open(path, "xb") as file:
         for offset in range(0, node.num_bytes, _BLOCK_BYTES):
-            file.write(node.read(offset, min(_BLOCK_BYTES, node.num_bytes - offset)))
+            file.write(node.read_all(offset, min(_BLOCK_BYTES, node.num_bytes - offset)))
     path.chmod(0o444)
 
 

@@ -258,7 +258,10 @@ class Mount(pyfuse3.Operations):  # type: ignore[misc]
         node = self._inode(fh).node
         if not isinstance(node, File):
             raise pyfuse3.FUSEError(errno.EISDIR)
-        return node.read(off, size)
+        try:
+            return node.read(off, size)
+        except BlockingIOError:
+            return await asyncio.to_thread(node.read_all, off, size)
 
     @_guarded
     async def release(self, fh: int) -> None:

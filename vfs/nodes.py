@@ -18,10 +18,16 @@ _Rows = Callable[[int, int], npt.NDArray[Any]]
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """`read(offset, count)` returns the bytes [offset, offset + count) that lie inside."""
+    """`read(offset, count)` returns the bytes [offset, offset + count) that lie inside. It never waits: where it raises
+    BlockingIOError, `wait` does the same, and takes its time."""
 
     num_bytes: int
     read: Callable[[int, int], bytes | memoryview]
+    wait: Callable[[int, int], bytes | memoryview] | None = None
+
+    def read_all(self, offset: int, count: int) -> bytes | memoryview:
+        """However long it takes."""
+        return (self.wait or self.read)(offset, count)
 
 
 @dataclass(frozen=True, slots=True)

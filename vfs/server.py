@@ -1,8 +1,10 @@
 """The process of the dataset view: `python -m tenplexrun.vfs.server '{"dir": ..., "socket": ..., "mode": "auto"}'`.
 
 `dir` is the node's directory: samples go to its `extents/`, the view to its `view/`, the store's folder is `arena/`.
-`socket` is the path of the control socket (protocol of `tenplexrun.channel`), `mode` one of auto, fuse, farm,
-`window_bytes` how much of a rank's data a farm writes in a round. What is shown is noted in `views.json`, so that a
+`socket` is the path of the control socket (protocol of `tenplexrun.channel`), `mode` one of auto, fuse, farm, `store`
+the socket of the node's store, if there is one, `patience_s` how long readers wait for rows that cannot be fetched,
+`window_bytes` how much of a rank's data is fetched ahead, and how much
+a farm writes in a round. What is shown is noted in `views.json`, so that a
 process started after a kill -9 shows the same again. SIGTERM and SIGINT unmount and end with exit code 0.
 """
 
@@ -17,22 +19,30 @@ import sys
 import threading
 import weakref
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from tenplexrun import channel
+from tenplexrun.core.extents import Placement, spans
 from tenplexrun.core.order import DataOrder
 from tenplexrun.errors import DataError, ProcessError, TenplexError, UsageError
 from tenplexrun.formats import has_one_size
-from tenplexrun.vfs import extents, farm, mixed
+from tenplexrun.vfs import farm, mixed
+from tenplexrun.vfs.data import PATIENCE_S, Data
+from tenplexrun.vfs.extents import Tell, present
 from tenplexrun.vfs.nodes import Directory, Live
+from tenplexrun.vfs.rows import Limits
 from tenplexrun.vfs.state import Snapshots
-from tenplexrun.vfs.view import Samples, fitting, tree
+from tenplexrun.vfs.view import Catalogued, Content, Samples, fitting, tree
 from tenplexrun.vfs.window import window
 
 Record = dict[str, Any]
 MODES = ("auto", "fuse", "farm")
+MAX_WAITING = 64
 _STOP_S = 5.0
 
 
@@ -60,14 +70,26 @@ class Chosen:
 class Reporter:
     """Tells stderr and whoever is connected what went wrong, as the notification "failed"."""
 
-    def __init__(self) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.listeners: weakref.WeakSet[channel.Channel] = weakref.WeakSet()
+        self._loop = loop
 
     def __call__(self, message: str) -> None:
         with contextlib.suppress(OSError):  # whoever read our messages may have gone
             print(f"dataset view: {message}", file=sys.stderr)
+        self._notify("failed", {"message": message})
+
+    def tell(self, kind: str, **fields: Any) -> None:
+        """The same from other threads, also what is no failure."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            if kind == "failed":
+                self._loop.call_soon_threadsafe(self, fields["message"])
+            else:
+                self._loop.call_soon_threadsafe(self._notify, kind, fields)
+
+    def _notify(self, kind: str, fields: Record) -> None:
         for listener in list(self.listeners):
-            listener.notify("failed", message=message)
+            listener.notify(kind, **fields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +100,8 @@ class Config:
     socket: str
     mode: str
     window_bytes: int
+    store: str | None = None
+    patience_s: float = 60.0
 
     @classmethod
     def parse(cls, text: str) -> Config:
@@ -85,7 +109,11 @@ class Config:
         try:
             record = json.loads(text)
             home, socket, mode = Path(record["dir"]).resolve(), str(record["socket"]), str(record.get("mode", "auto"))
-            config = cls(home, socket, mode, int(record.get("window_bytes", farm.WINDOW_BYTES)))
+            window_bytes, patience_s = (
+                int(record.get("window_bytes", farm.WINDOW_BYTES)),
+                record.get("patience_s", 60.0),
+            )
+            config = cls(home, socket, mode, window_bytes, record.get("store"), float(patience_s))
         except (KeyError, TypeError, ValueError) as error:
             raise UsageError(f"the configuration should be one JSON object with dir, socket, mode: {error!r}") from None
         if mode not in MODES:
@@ -121,60 +149,96 @@ def _mount(path: Path, root: Directory, report: Callable[[str], None]) -> Chosen
 
 
 class Views:
-    """What is shown, and the operations on it. One dataset is copied at a time, in a thread."""
+    """What is shown, and the operations on it."""
 
-    def __init__(self, chosen: Chosen, home: Path) -> None:
-        self._chosen, self._home = chosen, home
+    def __init__(self, chosen: Chosen, config: Config, tell: Tell) -> None:
+        self._chosen, self._config, self._tell = chosen, config, tell
         self._shown: dict[tuple[int, int], list[Record]] = {}  # by round and dp rank
-        self._loaded: dict[str, Samples] = {}
+        self._opened: dict[str, Data | Content] = {}
+        self._readers: dict[str, Data] = {}  # by the name of a view
         self._lock = asyncio.Lock()
-        self._note = home / "views.json"
-        self.stopping = threading.Event()
+        self._note = config.home / "views.json"
+        self._stopping = threading.Event()
+        self._waiting = ThreadPoolExecutor(MAX_WAITING, "reader")
 
     async def handle(self, _: channel.Channel, op: str, args: Record) -> Record:
         """Answer one request. Raises what the operation raises, DataError for an unknown one."""
         if op == "hello":
             return {"mode": self._chosen.mode, "reason": self._chosen.reason}
         if op == "show":
-            return {"dir": await self.show(args)}
+            async with self._lock:
+                return {"dir": await self.show(args, PATIENCE_S)}
+        if op == "rows":
+            return {"files": await self.rows(str(args["view"]), args["ids"], args["begin"])}
         if op == "drop":
             return self.drop(int(args["round"]))
         if op == "describe":
             return await self.describe(str(args["spec"]))
+        if op == "held":
+            return {"held": self.held()}
         raise DataError(f"the dataset view knows no operation {op!r}; do all parts come from one installation?")
 
     async def describe(self, spec: str) -> Record:
-        catalogue = (await self._load(spec)).catalogue
+        async with self._lock:
+            catalogue = (await self._open(spec)).catalogue
         return {
             "num_samples": catalogue.num_samples,
             "sample_bytes": catalogue.sample_bytes,
             "fingerprint": catalogue.fingerprint,
         }
 
-    async def show(self, request: Record) -> str:
+    def held(self) -> Record:
+        """By dataset the extents that are here."""
+        shared = [data for data in self._opened.values() if isinstance(data, Data)]
+        return {data.key: spans(sorted(present(data.keeper.home))) for data in shared}
+
+    async def show(self, request: Record, patience_s: float) -> str:
         """Show one rank's share; asked twice for the same, the same directory. The first order of a round is its
-        `current` one. `num_samples` and `fingerprint` may be missing; DataError where they are not the dataset's."""
+        `current` one. `num_samples` and `fingerprint` may be missing; DataError where they are not the dataset's.
+        Waits so long for the extents that this node is to keep."""
         try:
             number, rank, size = (int(request[name]) for name in ("round", "dp_rank", "dp_size"))
             record, consumed = dict(request["order"]), int(request["consumed"])
-            samples = await self._load(str(record.pop("dataset")))
+            placement = None if request.get("placement") is None else Placement.from_json(request["placement"])
+            data = await self._open(str(record.pop("dataset")))
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(f"not a request to show data: {request!r:.300} ({error!r})") from error
-        order = _complete(record, samples)
+        order = _complete(record, data.catalogue)
         request = {**request, "order": {**request["order"], **order.to_json()}}
         shown = self._shown.setdefault((number, rank), [])
         if request not in shown:
+            name = _name(number, len(shown))
+            samples = await self._samples(
+                data, placement, patience_s, (f"{_group(rank)}/{name}", order, rank, size, consumed)
+            )
             whole = window(order, rank, size, consumed)
             directory = tree(fitting(whole, samples, self._chosen.limit_bytes), samples)
-            self._chosen.surface.show(_group(rank), _name(number, len(shown)), directory, current=not shown)
+            await self._put(_group(rank), name, directory, not shown)
             shown.append(request)
             self._write_note()
-        return str(self._home / "view" / _group(rank) / _name(number, shown.index(request)))
+        return str(self._config.home / "view" / _group(rank) / _name(number, shown.index(request)))
+
+    async def _put(self, group: str, name: str, directory: Directory, current: bool) -> None:
+        if self._chosen.limit_bytes is None:
+            self._chosen.surface.show(group, name, directory, current)
+        else:  # it writes files, whose rows may have to come from elsewhere
+            await asyncio.to_thread(self._chosen.surface.show, group, name, directory, current)
+
+    async def rows(self, view: str, ids: list[int], begin: int | None) -> list[str]:
+        """The files with rows that a reader of a view does not find in this node's extents."""
+        data = self._readers.get(view)
+        if data is None:
+            raise DataError(f"no view {view} is shown; its round is over")
+        loop, wanted = asyncio.get_running_loop(), np.array(ids, dtype=np.int64)
+        return await loop.run_in_executor(self._waiting, data.rows.find, view, wanted, begin)
 
     def drop(self, number: int) -> Record:
         for key in [key for key in self._shown if key[0] == number]:
             for index in range(len(self._shown.pop(key))):
+                name = f"{_group(key[1])}/{_name(number, index)}"
                 self._chosen.surface.drop(_group(key[1]), _name(number, index))
+                if (data := self._readers.pop(name, None)) is not None:
+                    data.rows.close(name)
         self._write_note()
         return {}
 
@@ -182,18 +246,40 @@ class Views:
         """Show again what a predecessor showed that was killed."""
         with contextlib.suppress(FileNotFoundError):
             for request in json.loads(self._note.read_text()):
-                await self.show(request)
+                await self.show(request, 0.0)
 
     def close(self) -> None:
-        self.stopping.set()
+        self._stopping.set()
+        for data in self._opened.values():
+            if isinstance(data, Data):
+                data.stop()
+        self._waiting.shutdown(wait=False, cancel_futures=True)
         self._note.unlink(missing_ok=True)
 
-    async def _load(self, spec: str) -> Samples:
-        async with self._lock:
-            if spec not in self._loaded:
-                load = extents.load if has_one_size(spec) else mixed.load
-                self._loaded[spec] = await asyncio.to_thread(load, spec, self._home / "extents", self.stopping)
-            return self._loaded[spec]
+    async def _open(self, spec: str) -> Data | Content:
+        if spec not in self._opened:
+            extents, config = self._config.home / "extents", self._config
+            if has_one_size(spec):
+                sockets, limits = (config.socket, config.store), Limits(config.window_bytes, config.patience_s)
+                self._opened[spec] = await asyncio.to_thread(Data, spec, extents, sockets, limits, self._tell)
+            else:
+                self._opened[spec] = await asyncio.to_thread(mixed.load, spec, extents, self._stopping)
+        return self._opened[spec]
+
+    async def _samples(
+        self,
+        data: Data | Content,
+        placement: Placement | None,
+        patience_s: float,
+        shown: tuple[str, DataOrder, int, int, int],
+    ) -> Samples:
+        """What a view reads from, once its extents are here, or so long has passed."""
+        if not isinstance(data, Data):
+            return data
+        plan = data.follow(placement)
+        await asyncio.to_thread(data.keeper.wait, patience_s)
+        self._readers[shown[0]] = data
+        return data.reader(shown[0], plan, *shown[1:])
 
     def _write_note(self) -> None:
         new = self._note.with_suffix(".new")
@@ -209,9 +295,9 @@ def _name(round_number: int, index: int) -> str:
     return f"round-{round_number}" if index == 0 else f"round-{round_number}.{index + 1}"
 
 
-def _complete(record: Record, samples: Samples) -> DataOrder:
+def _complete(record: Record, catalogue: Catalogued) -> DataOrder:
     record = {name: value for name, value in record.items() if value is not None and value != ""}
-    of_dataset = {"num_samples": samples.catalogue.num_samples, "fingerprint": samples.catalogue.fingerprint}
+    of_dataset = {"num_samples": catalogue.num_samples, "fingerprint": catalogue.fingerprint}
     order = DataOrder.from_json({**of_dataset, **record})
     DataOrder.from_json({**record, **of_dataset}).check_continues(order)
     return order
@@ -223,9 +309,9 @@ async def serve(config: Config) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    report = Reporter()
+    report = Reporter(asyncio.get_running_loop())
     chosen = choose(config, report)
-    views = Views(chosen, home)
+    views = Views(chosen, config, report.tell)
     kernel = asyncio.ensure_future(chosen.serving() if chosen.serving else stop.wait())
     try:
         await views.restore()

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -99,12 +99,15 @@ def _alike(shown: Window, extents: Extents) -> tuple[dict[str, Node], dict[str, 
     packs = pack_index((first, min(most, shown.num_rows - first)) for first in range(0, shown.num_rows, most))
     entries: dict[str, Node] = {}
     for pack in packs:
-        rows = _Pack(shown, extents, pack["first_row"])
-        entries[pack["name"]] = record_file(b"", pack["rows"], size, rows)
+        now, later = (
+            record_file(b"", pack["rows"], size, _Pack(shown, extents, pack["first_row"], wait))
+            for wait in (False, True)
+        )
+        entries[pack["name"]] = replace(now, wait=later.read)
     entries["list.txt"] = text_file("".join(f"{name}\n" for name in entries))
-    names = [extent_name(number) for number in range(extents.catalogue.num_extents)]
+    names = [extent_name(number) for number in extents.here]
     entries["extents"] = Directory({name: Link(f"{extents.directory}/{name}") for name in names})
-    return entries, {"samples": extents.catalogue.to_json(), "packs": packs, "extents": "extents"}
+    return entries, {"samples": extents.catalogue.to_json(), "packs": packs, "extents": "extents", **extents.about}
 
 
 def pack_index(packs: Iterable[tuple[int, int]], suffix: str = ".bin") -> list[dict[str, Any]]:
@@ -120,9 +123,11 @@ class _Pack:
     shown: Window
     extents: Extents
     first: int
+    wait: bool
 
     def __call__(self, first: int, count: int) -> npt.NDArray[Any]:
-        return self.extents.gather(self.shown.ids(self.first + first, count))
+        row = self.first + first
+        return self.extents.gather(self.shown.ids(row, count), self.shown.begin_of(row), self.wait)
 
 
 def _cursor(shown: Window) -> dict[str, Any]:

@@ -70,6 +70,10 @@ class Window:
         step = np.minimum(row // full, self.full_steps)
         return step, row - step * full
 
+    def begin_of(self, row: int) -> int:
+        """Where the step of a row begins in the order."""
+        return self.start + min(row // self.batch_sizes[0], self.full_steps) * self.order.global_batch
+
     def cut(self, max_rows: int) -> Window:
         """As many of the steps as have no more rows than that, at least one."""
         most = max(1, max_rows // self.batch_sizes[0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from tenplexrun.core.extents import Spans
 from tenplexrun.core.layout import Layout
 from tenplexrun.core.parallel import ParallelConfig
 from tenplexrun.core.placement import Assign, place
@@ -24,7 +25,7 @@ class Selection:
     def participants(self) -> tuple[Participant, ...]:
         first_rank, chosen = 0, []
         for member in self.members:
-            place = (first_rank, member.num_workers, member.store, member.role)
+            place = (first_rank, member.num_workers, member.store, member.role, member.data_bytes)
             chosen.append(Participant(member.node, member.host, *place))
             first_rank += member.num_workers
         return tuple(chosen)
@@ -121,6 +122,15 @@ def refusal(layouts: Iterable[Layout], config: ParallelConfig) -> str | None:
     except LayoutError as error:
         return str(error)
     return None
+
+
+def extents(acks: Mapping[str, Ack]) -> dict[str, dict[str, Spans]]:
+    """By dataset and node, which extents it holds."""
+    found: dict[str, dict[str, Spans]] = {}
+    for node, ack in acks.items():
+        for dataset, held in ack.extents.items():
+            found.setdefault(dataset, {})[node] = held
+    return found
 
 
 def recover(

@@ -156,6 +156,7 @@ def _form(view: View, round_: Round, settings: Settings, now: float, gathered: M
         snapshot=snapshot,
         sources=sources,
         lacking=lacking,
+        extents=forming.extents(gathered),
         checkpoint=found.checkpoint,
         replicas=settings.replicas,
         way=settings.way,

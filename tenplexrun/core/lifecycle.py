@@ -9,9 +9,11 @@ Events carry the round they are about; what is about an older round is dropped.
 from __future__ import annotations
 
 import signal
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
+from tenplexrun.core.extents import Spans
 from tenplexrun.core.rounds import FAILURES, Ack, Failure, Round
 from tenplexrun.core.snapshots import Holding
 
@@ -57,11 +59,12 @@ class Stopped:
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """What the store holds, and the port that listens for the round `round`."""
+    """What the store holds, and the port that listens for the round `round`. `extents`: held of datasets."""
 
     round: int
     holdings: tuple[Holding, ...]
     master_port: int
+    extents: Mapping[str, Spans] = field(default_factory=dict)
 
 
 Event = RoundSeen | Held | Parked | WorkersEnded | Stopped | Gathered
@@ -179,7 +182,7 @@ class Lifecycle:
         if isinstance(event, Parked):
             return self._stop("leave")
         ack = Ack(self.node, "gathered", done=self._done, holdings=event.holdings, master_port=event.master_port)
-        return [self._ack(ack)]
+        return [self._ack(replace(ack, extents=event.extents))]
 
     def _on_round(self, seen: Round) -> list[Action]:
         if self.round == seen or (self.round is not None and seen.number < self.round.number):

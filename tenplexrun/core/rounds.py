@@ -14,11 +14,12 @@ All are JSON documents in the coordination store, below `runs/<run_id>/<run_epoc
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from tenplexrun.core.durable import Checkpoint
+from tenplexrun.core.extents import Placement, Spans
 from tenplexrun.core.parallel import ParallelConfig
 from tenplexrun.core.snapshots import BuddyClaim, Holding, SnapshotId
 
@@ -38,6 +39,7 @@ class Member:
     """A living agent: where its link and store listen, how many workers it runs. `node` is new at each start.
 
     `rack`: label of those that are near one another. `ready_s`: seconds from its launch until it could join.
+    `data_bytes`: of datasets it may keep in memory.
     """
 
     node: str
@@ -49,6 +51,7 @@ class Member:
     role: str = "default"
     rack: str | None = None
     ready_s: float = 0.0
+    data_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +145,7 @@ class Participant:
     num_workers: int
     store: str
     role: str = "default"
+    data_bytes: int = 0
 
     @property
     def ranks(self) -> range:
@@ -193,6 +197,7 @@ class Round:
     durable checkpoint was published.
     `replicas`: on how many nodes each part of its snapshots shall be. `way`: how what it starts from gets to the nodes.
     `vain`: how many rounds in a row have failed alike, from one snapshot, without a newer one.
+    `extents`: by dataset and node, which ones it held.
     `churn`: how often nodes came or went. `departures`: by host, how often of late, and the Unix time of the last.
     """
 
@@ -225,6 +230,7 @@ class Round:
     saved: int | None = None
     vain: int = 0
     lacking: str = ""
+    extents: Mapping[str, Mapping[str, Spans]] = field(default_factory=dict)
 
     @property
     def start_step(self) -> int:
@@ -254,6 +260,11 @@ class Round:
     def participant(self, node: str) -> Participant | None:
         return next((p for p in self.participants if p.node == node), None)
 
+    def placement(self, node: str) -> Placement:
+        """Of datasets, as `node` sees it."""
+        stores = {p.node: p.store for p in self.participants}
+        return Placement(node, stores, {p.node: p.data_bytes for p in self.participants}, self.extents)
+
     def buddy_claim(self, node: str) -> BuddyClaim | None:
         """What `node` holds for others in this round; None where no copies are wanted or possible."""
         if len(self.participants) == 1:
@@ -276,7 +287,8 @@ class Ack:
     """A node's last word about a round.
 
     holding   wrote `hold` and then read `started`, the newest step begun here (None: no worker counts steps)
-    gathered  no worker of an older round lives here; `holdings` are here; `master_port` listens already
+    gathered  no worker of an older round lives here; `holdings` are here, and `extents` of datasets;
+              `master_port` listens already
     failed    `failure` happened here; `committed` is the newest step that this round had committed by then
     done      all workers here have exited with 0
     """
@@ -290,6 +302,7 @@ class Ack:
     master_port: int = 0
     failure: Failure | None = None
     committed: int | None = None
+    extents: Mapping[str, Spans] = field(default_factory=dict)
 
 
 def to_json(record: Member | Round | Ack | Request) -> Record:
@@ -321,6 +334,7 @@ def ack_from_json(record: Record) -> Ack:
     body = _body(record)
     body["holdings"] = tuple(Holding.from_json(holding) for holding in body["holdings"])
     body["failure"] = _failure(body["failure"])
+    body["extents"] = {dataset: _spans(packed) for dataset, packed in body["extents"].items()}
     return Ack(**body)
 
 
@@ -341,10 +355,17 @@ def round_from_json(record: Record) -> Round:
         node: Source(source["store"], tuple(map(Holding.from_json, source["holdings"])))
         for node, source in body["sources"].items()
     }
+    body["extents"] = {
+        dataset: {node: _spans(packed) for node, packed in held.items()} for dataset, held in body["extents"].items()
+    }
     verdict = body["verdict"]
     body["verdict"] = verdict and replace(Verdict(**verdict), failure=_failure(verdict["failure"]))
     body["first_failure"] = _failure(body["first_failure"])
     return Round(**body)
+
+
+def _spans(packed: Iterable[Sequence[int]]) -> Spans:
+    return tuple((int(first), int(count)) for first, count in packed)
 
 
 def _failure(record: Record | None) -> Failure | None:

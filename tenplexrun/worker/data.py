@@ -17,42 +17,65 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from tenplexrun.channel import BlockingChannel
+from tenplexrun.core.extents import numbers_in
 from tenplexrun.core.order import DataOrder, Ids, Weights
 from tenplexrun.core.shuffle import FEISTEL
 from tenplexrun.datasets.dataset import Dataset
-from tenplexrun.errors import DataError
+from tenplexrun.errors import DataError, WireError
 from tenplexrun.formats import absolute, has_one_size, open_dataset
-from tenplexrun.samples import Catalogue, Extents, extent_name
+from tenplexrun.samples import Catalogue, Extents
 
 Record = dict[str, Any]
 _RETRY_S = 0.02
-
-
-class Samples(Protocol):
-    """Rows by sample id: the extents behind a view, or the dataset's own files."""
-
-    def gather(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[Any]: ...
+_PATIENCE_S = 30.0  # with a view whose process has died
 
 
 class Source(Protocol):
     """Where a rank's rows come from, step after step."""
 
     def begin(self, consumed: int) -> None: ...
-    def take(self, ids: npt.NDArray[np.int64]) -> Any: ...
+    def take(self, ids: Ids, begin: int) -> Any: ...
     def close(self) -> None: ...
 
 
 class Gathered:
-    """The source that makes one array of a step's rows when it is asked for them."""
+    """The source that makes one array of a step's rows when it is asked for them. `gather(ids, begin)` has them, from
+    the extents behind a view or from the dataset's own files."""
 
-    def __init__(self, samples: Samples) -> None:
-        self.take = samples.gather
+    def __init__(self, gather: Callable[[Ids, int], npt.NDArray[Any]]) -> None:
+        self.take = gather
 
     def begin(self, consumed: int) -> None:
         pass
 
     def close(self) -> None:
         pass
+
+
+class Asking:
+    """Has the view's process find rows that are not in this node's extents: in files that it fetches them into."""
+
+    def __init__(self, socket: str, view: str) -> None:
+        self._socket, self._view = socket, view
+        self._channel: BlockingChannel | None = None
+
+    def __call__(self, ids: Ids, begin: int | None) -> list[str]:
+        """Waits for them. Raises DataError where they cannot be had, or the view stays away."""
+        deadline = time.monotonic() + _PATIENCE_S
+        while True:
+            try:
+                if self._channel is None:
+                    self._channel = BlockingChannel(f"unix:{self._socket}")
+                answer = self._channel.request("rows", view=self._view, ids=ids.tolist(), begin=begin)
+                return [str(path) for path in answer["files"]]
+            except WireError as error:
+                if self._channel is not None:
+                    self._channel.close()
+                self._channel = None
+                if time.monotonic() > deadline:
+                    raise DataError(f"the dataset view does not answer: {error}; is its process alive?") from error
+                time.sleep(_RETRY_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +127,7 @@ class Loader:
         if begin not in self._shares:
             self._shares = self.order.shares(begin, self.dp_rank, self.dp_size)
         ids, weights, num_micro_batches = self._shares[begin]
-        rows = self._source.take(ids)
+        rows = self._source.take(ids, begin)
         self._ahead.append(self.order.step(begin).stop)
         return Batch(ids, rows, weights, num_micro_batches, self.order.micro_batch, self._ahead[-1])
 
@@ -173,7 +196,7 @@ def open_loader(
     count = len(samples) if hasattr(samples, "__len__") else 1  # Fetcher refuses one without
     order = DataOrder.from_json({**record, "num_samples": count, "fingerprint": fingerprint})
     if as_arrays:
-        return Loader(Gathered(samples), order, dp_rank, dp_size, consumed)
+        return Loader(Gathered(lambda ids, begin: samples.gather(ids)), order, dp_rank, dp_size, consumed)
     from tenplexrun.worker.fetching import Fetcher  # needs torch
 
     return Loader(Fetcher(samples, order, dp_rank, dp_size, options), order, dp_rank, dp_size, consumed)
@@ -199,6 +222,7 @@ def open_view(directory: str, patience_s: float = 10.0) -> tuple[Gathered, DataO
 def _open_view(home: Path) -> tuple[Gathered, DataOrder]:
     index = json.loads((home / "index.json").read_text())
     cursor = json.loads((home / "cursor.json").read_text())
-    folder = (home / index["extents"] / extent_name(0)).resolve(strict=True).parent
-    extents = Extents(Catalogue.from_json(index["samples"]), str(folder))
-    return Gathered(extents), DataOrder.from_json(cursor["order"])
+    find = Asking(index["socket"], index["view"]) if "socket" in index else None
+    here = frozenset(numbers_in(index["here"])) if "here" in index else None
+    extents = Extents(Catalogue.from_json(index["samples"]), index["directory"], here, find)
+    return Gathered(extents.gather), DataOrder.from_json(cursor["order"])

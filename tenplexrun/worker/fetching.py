@@ -48,7 +48,7 @@ class Fetcher:
         self._micro_batches.consumed = consumed
         self._fetched = None
 
-    def take(self, ids: Ids) -> tuple[Any, ...]:
+    def take(self, ids: Ids, begin: int) -> tuple[Any, ...]:
         """The next step's micro-batches, collated."""
         if self._fetched is None:
             self._fetched = iter(self._loader)

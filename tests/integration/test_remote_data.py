@@ -9,7 +9,6 @@ import struct
 import subprocess
 import sys
 import tarfile
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from PIL import Image
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # when run as a program
 
+from extents_of import extents_of
 from file_servers import FileServer, http_files, s3_bucket, s3_server
 
 from tenplexrun import ctl
@@ -27,7 +27,6 @@ from tenplexrun.datasets import remote
 from tenplexrun.datasets.megatron import Writer
 from tenplexrun.errors import DataError
 from tenplexrun.formats import absolute, open_dataset
-from tenplexrun.vfs import extents
 
 SPECS = (
     "bytes:{}/bytes/?sample_bytes=129&exclude=*.txt",
@@ -147,7 +146,7 @@ def test_every_format_has_the_same_samples_behind_a_url(url: str, root: Path) ->
 
 def test_the_view_copies_samples_from_a_url(bucket: str, root: Path, home: Path) -> None:
     for spec in SPECS[:5]:
-        shown = extents.load(spec.format(bucket), home, threading.Event())
+        shown = extents_of(spec.format(bucket), home)
         numbers = np.arange(shown.catalogue.num_samples)
         np.testing.assert_array_equal(shown.gather(numbers), open_dataset(spec.format(root)).gather(numbers))
 

@@ -207,9 +207,10 @@ def test_who_asks_hears_of_reads_that_failed(home: Path, state: Path, tmp_path: 
         with pytest.raises(OSError, match="Input/output error"):
             await asyncio.to_thread((place / "pack-00000.bin").read_bytes)
         (home / "gone").rename(home / "extents")
-        message = await asyncio.wait_for(heard.get(), 60)
+        while "read failed" not in (message := await asyncio.wait_for(heard.get(), 60)):
+            pass  # the extents cannot be fetched anew either
         assert len(await asyncio.to_thread((place / "pack-00000.bin").read_bytes)) == 80
         await client.close()
         return message
 
-    assert "read failed: DataError: cannot map" in asyncio.run(listen())
+    assert "read failed: DataError" in asyncio.run(listen())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import mmap
 import shutil
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from extents_of import extents_of
 
 from tenplexrun import channel
 from tenplexrun.agent.script import Command
@@ -25,7 +25,6 @@ from tenplexrun.core.parallel import ParallelConfig
 from tenplexrun.core.pieces import Index, Piece
 from tenplexrun.core.snapshots import Claim, SnapshotId, arena_map
 from tenplexrun.errors import LayoutError
-from tenplexrun.vfs.extents import load
 
 STEPS = 9
 SCRIPT = """
@@ -171,15 +170,14 @@ class StandIn:
         return self.page.hold
 
     def _view(self, order: dict[str, Any]) -> Path:
-        extents = load(order.pop("dataset"), self.home / "extents", threading.Event())
+        extents = extents_of(order.pop("dataset"), self.home / "extents")
         catalogue = extents.catalogue
         full = DataOrder.from_json(
             {**order, "num_samples": catalogue.num_samples, "fingerprint": catalogue.fingerprint}
         )
-        (self.home / "index.json").write_text(json.dumps({"samples": catalogue.to_json(), "extents": "e"}))
+        index = {"samples": catalogue.to_json(), "directory": extents.directory}
+        (self.home / "index.json").write_text(json.dumps(index))
         (self.home / "cursor.json").write_text(json.dumps({"order": full.to_json()}))
-        with contextlib.suppress(FileExistsError):
-            (self.home / "e").symlink_to(extents.directory)
         return self.home
 
 

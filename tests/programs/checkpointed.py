@@ -2,7 +2,8 @@
 
 tenplexrun ... checkpointed.py OUT UNTIL        trains; writes OUT/losses-*.jsonl and, at the end, OUT/full.pt
 python checkpointed.py OUT UNTIL --load URL     plain torch: loads a checkpoint, writes OUT/full.pt
-python checkpointed.py OUT UNTIL --save URL     plain torch: trains, and saves before the last step
+python checkpointed.py OUT UNTIL --save URL     plain torch: trains, and saves before the last step; also by torchrun,
+                                                --sharded over TENPLEX_TP; --fsdp: another model, by FSDP2 over dp
 """
 
 import argparse
@@ -14,6 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import tenplexrun
@@ -48,6 +50,27 @@ def build(mesh=None):
         [{"params": [net.up.weight]}, {"params": [net.scale, net.bias], "weight_decay": 0.0}], lr=0.05
     )
     return net, optimizer, torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 5, 5, 40], 0.5)
+
+
+def build_fsdp(mesh):
+    torch.manual_seed(4)
+    net = nn.Sequential(nn.Linear(WIDTH, 12), nn.Tanh(), nn.Linear(12, 3)).double()
+    for layer in (net[0], net[2], net):
+        fully_shard(layer, mesh=mesh)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
+    return net, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 3)
+
+
+def step_fsdp(job, net, optimizer, scheduler, batch):
+    optimizer.zero_grad()
+    rows = net(torch.from_numpy(batch.rows).double() / 256).square().sum(1)
+    loss = (rows * torch.from_numpy(batch.weights)).sum()
+    loss.backward()
+    optimizer.step()
+    scheduler.step()
+    loss = loss.detach()
+    dist.all_reduce(loss, group=job.mesh["dp"].get_group())
+    return loss.item() / job.parallel.dp
 
 
 def nested(net, optimizer):
@@ -99,12 +122,18 @@ def main():
     parser.add_argument("until", type=int)
     parser.add_argument("--load")
     parser.add_argument("--save")
+    parser.add_argument("--sharded", action="store_true")
+    parser.add_argument("--fsdp", action="store_true")
     parser.add_argument("--data", help="(default: OUT/data)")
     parser.add_argument("--seed", type=int, default=3)
     parser.add_argument("--pause", type=float, default=0.0)
     args = parser.parse_args()
     job = tenplexrun.init()
-    net, optimizer, scheduler = build(None if args.load or args.save else job.mesh["tp"])
+    if args.fsdp:
+        net, optimizer, scheduler = build_fsdp(job.mesh["dp"])
+    else:
+        plain = (args.load or args.save) and not args.sharded
+        net, optimizer, scheduler = build(None if plain else job.mesh["tp"])
     if args.load:
         state = nested(net, optimizer)
         dcp.load(state, checkpoint_id=args.load)
@@ -118,7 +147,7 @@ def main():
         if args.save and number == args.until - 1:
             progress = {"scheduler": scheduler.state_dict(), "step": number, "consumed": loader.consumed}
             dcp.save({**nested(net, optimizer), **progress}, checkpoint_id=args.save)
-        loss = step(job, net, optimizer, scheduler, batch)
+        loss = (step_fsdp if args.fsdp else step)(job, net, optimizer, scheduler, batch)
         if job.rank % job.parallel.tp == 0:
             ids = batch.ids[batch.weights > 0].tolist()
             with (args.out / f"losses-{job.round}-{job.coord['dp']}.jsonl").open("a") as file:

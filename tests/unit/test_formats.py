@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
+from extents_of import extents_of
 
 from tenplexrun.errors import ArenaFullError, DataError
 from tenplexrun.formats import absolute, open_dataset
-from tenplexrun.samples import Catalogue
+from tenplexrun.samples import Catalogue, Extents, Proved
 from tenplexrun.vfs import extents as extents_module
-from tenplexrun.vfs.extents import load
 
 
 @pytest.fixture
@@ -128,7 +127,7 @@ def test_extents_hold_the_same_samples(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(extents_module, "_COPY_BYTES", 10)
     array = np.random.default_rng(0).integers(0, 2**31, size=(23, 3), dtype=np.int32)
     np.save(tmp_path / "x.npy", array)
-    found = load(f"npy:{tmp_path}/x.npy", tmp_path / "extents", threading.Event())
+    found = extents_of(f"npy:{tmp_path}/x.npy", tmp_path / "extents")
     assert (found.catalogue.samples_per_extent, found.catalogue.num_extents) == (5, 5)
     ids = np.random.default_rng(1).integers(0, 23, size=100)
     np.testing.assert_array_equal(found.gather(ids), array[ids])
@@ -136,7 +135,7 @@ def test_extents_hold_the_same_samples(tmp_path: Path, monkeypatch: pytest.Monke
     assert [file.stat().st_size for file in files] == [60, 60, 60, 60, 36]
     assert b"".join(file.read_bytes() for file in files) == array.tobytes()
     (tmp_path / "x.npy").unlink()  # copied once: not needed again, also after a restart
-    again = load(f"npy:{tmp_path}/x.npy", tmp_path / "extents", threading.Event())
+    again = extents_of(f"npy:{tmp_path}/x.npy", tmp_path / "extents")
     assert again.catalogue == found.catalogue
 
 
@@ -145,10 +144,10 @@ def test_samples_of_any_size_are_gathered_from_many_extents(
     shape: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Extents end at pages where samples of the size allow that, and the other way at others."""
-    monkeypatch.setattr(extents_module, "EXTENT_BYTES", 600_000)
+    monkeypatch.setattr(extents_module, "LEAST_EXTENT_BYTES", 600_000)
     array = np.random.default_rng(0).integers(0, 256, size=(1_400_000 // shape[0], *shape), dtype=np.uint8)
     np.save(tmp_path / "x.npy", array)
-    found = load(f"npy:{tmp_path}/x.npy", tmp_path / "extents", threading.Event())
+    found = extents_of(f"npy:{tmp_path}/x.npy", tmp_path / "extents")
     assert found.catalogue.num_extents == 3
     aligned = found.catalogue.samples_per_extent * shape[0] % 4096 == 0
     assert aligned == (shape != (3000,))
@@ -157,30 +156,59 @@ def test_samples_of_any_size_are_gathered_from_many_extents(
         np.testing.assert_array_equal(found.gather(ids), array[ids])
 
 
+def test_readers_share_what_is_mapped_and_proved(tmp_path: Path) -> None:
+    array = np.random.default_rng(0).integers(0, 256, size=(1003, 1000), dtype=np.uint8)
+    np.save(tmp_path / "x.npy", array)
+    found = extents_of(f"npy:{tmp_path}/x.npy", tmp_path / "extents")
+    proved = Proved(found.catalogue)
+    first, second = (Extents(found.catalogue, found.directory, proved=proved) for _ in range(2))
+    everything = np.arange(1003)
+    first.gather(everything[500:])
+    assert proved.unproved > 0
+    np.testing.assert_array_equal(second.gather(everything), array)
+    assert proved.unproved == 0
+    np.testing.assert_array_equal(first.gather(everything[::-1]), array[::-1])
+    first.forget(0)
+    assert proved.unproved == proved.blocks
+    np.testing.assert_array_equal(second.gather(everything), array)
+    assert proved.unproved == 0
+
+
 def test_a_lost_extent_is_an_error(tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", np.arange(5))
-    found = load(f"npy:{tmp_path}/x.npy", tmp_path / "extents", threading.Event())
+    found = extents_of(f"npy:{tmp_path}/x.npy", tmp_path / "extents")
     next(Path(found.directory).glob("extent-*.bin")).unlink()
     with pytest.raises(DataError, match="cannot map"):
         found.gather(np.array([1]))
-    next_one = load(f"npy:{tmp_path}/x.npy", tmp_path / "extents", threading.Event())
+    next_one = extents_of(f"npy:{tmp_path}/x.npy", tmp_path / "extents")
     (Path(found.directory) / "extent-00000.bin").write_bytes(b"short")
     with pytest.raises(DataError, match="has not the 40 bytes"):
         next_one.gather(np.array([1]))
 
 
-def test_too_little_memory_and_stopping_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_memory_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     np.save(tmp_path / "x.npy", np.arange(1000))
-    stop = threading.Event()
-    stop.set()
-    with pytest.raises(DataError, match="told to stop"):
-        load(f"npy:{tmp_path}/x.npy", tmp_path / "extents", stop)
-    assert list((tmp_path / "extents").iterdir()) == []
     usage = type("Usage", (), {"free": 7999})
     monkeypatch.setattr(extents_module.shutil, "disk_usage", lambda path: usage)
     with pytest.raises(ArenaFullError, match="needs 8000 bytes of shared memory, 7999 are free"):
-        load(f"npy:{tmp_path}/x.npy", tmp_path / "extents", threading.Event())
-    assert list((tmp_path / "extents").iterdir()) == []
+        extents_of(f"npy:{tmp_path}/x.npy", tmp_path / "extents")
+    assert [path.name for path in (tmp_path / "extents").glob("*/*")] == ["catalogue.json"]
+
+
+def test_a_damaged_block_is_an_error(tmp_path: Path) -> None:
+    array = np.random.default_rng(0).integers(0, 256, size=(1000, 300), dtype=np.uint8)
+    np.save(tmp_path / "x.npy", array)
+    found = extents_of(f"npy:{tmp_path}/x.npy", tmp_path / "extents")
+    path = Path(found.directory) / "extent-00000.bin"
+    path.chmod(0o600)
+    with open(path, "r+b") as file:
+        file.seek(200 * 300)
+        file.write(bytes([array[200, 0] ^ 1]))
+    per_block = found.catalogue.samples_per_block
+    assert per_block == 218
+    np.testing.assert_array_equal(found.gather(np.arange(218, 800)), array[218:800])
+    with pytest.raises(DataError, match="is damaged"):
+        found.gather(np.array([217]))
 
 
 def test_catalogue_json() -> None:

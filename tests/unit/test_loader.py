@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from extents_of import extents_of
 
 from tenplexrun.core.order import DataOrder
 from tenplexrun.errors import DataError
@@ -103,12 +104,10 @@ def test_under_a_launcher_the_agent_is_asked(rows: tuple[str, np.ndarray], tmp_p
     def show(record: dict[str, object]) -> str:
         asked.append(record)
         order = DataOrder(103, 5, 24, 4, fingerprint="xxh3-1")
-        samples = {"num_samples": 103, "dtype": "<f4", "shape": [2, 3], "samples_per_extent": 103}
-        samples["fingerprint"] = "xxh3-1"
-        (tmp_path / "index.json").write_text(json.dumps({"samples": samples, "extents": "extents"}))
+        extents = extents_of(str(record["dataset"]), tmp_path / "extents")
+        index = {"samples": extents.catalogue.to_json(), "directory": extents.directory}
+        (tmp_path / "index.json").write_text(json.dumps(index))
         (tmp_path / "cursor.json").write_text(json.dumps({"order": order.to_json()}))
-        (tmp_path / "extents").mkdir()
-        (tmp_path / "extents" / "extent-00000.bin").write_bytes(rows[1].tobytes())
         return str(tmp_path)
 
     shown = open_loader(rows[0], global_batch=24, micro_batch=4, seed=5, show=show)

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import io
 import json
-import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
+from extents_of import extents_of
 
 from tenplexrun.core.order import DataOrder
 from tenplexrun.errors import ArenaFullError, DataError
 from tenplexrun.samples import Extents
 from tenplexrun.vfs import view as view_module
-from tenplexrun.vfs.extents import load
 from tenplexrun.vfs.farm import Farm
 from tenplexrun.vfs.nodes import Directory, File, Link
 from tenplexrun.vfs.view import tree
@@ -25,7 +24,7 @@ from tenplexrun.vfs.window import Window, window
 def extents(tmp_path: Path) -> Extents:
     rows = np.random.default_rng(0).integers(0, 256, size=(103, 7), dtype=np.uint8)
     np.save(tmp_path / "rows.npy", rows)
-    return load(f"npy:{tmp_path}/rows.npy", tmp_path / "extents", threading.Event())
+    return extents_of(f"npy:{tmp_path}/rows.npy", tmp_path / "extents")
 
 
 def content(directory: Directory, name: str) -> bytes:

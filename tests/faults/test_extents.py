@@ -1,0 +1,216 @@
+"""A dataset that is in the nodes' shared memory once a job: nodes come, go and fail, extents break, files stall."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cluster import Cluster
+from etcd_servers import EtcdServer, scratch
+from file_servers import http_files
+
+from tenplexrun.core.order import DataOrder
+
+from .test_job import end
+
+PROGRAMS = Path(__file__).resolve().parent.parent / "programs"
+sys.path.insert(0, str(PROGRAMS))
+from reader import row_of  # noqa: E402
+
+SAMPLES, SIZE, EXTENTS, EXTENT_BYTES = 4096, 4096, 64, 256 << 10
+WINDOW = 1 << 20
+BLOCK = 16  # samples that have one checksum
+FLAGS = [
+    "--nproc-per-node=1", "--max-restarts=5", f"--view-window={WINDOW}", "--data-memory=64M",
+    "--rdzv-conf=last_call_timeout=20",
+]  # fmt: skip
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Cluster]:
+    """Nodes that meet at an etcd of its own: one that grows with them is another matter."""
+    with scratch() as directory:
+        etcd = EtcdServer(directory / "etcd")
+        etcd.start()
+        try:
+            with Cluster(tmp_path / "cluster", patience_s=150.0, etcd=etcd.endpoint) as cluster:
+                yield cluster
+        finally:
+            etcd.kill()
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> str:
+    np.save(tmp_path / "rows.npy", row_of(np.arange(SAMPLES), SIZE))
+    return f"npy:{tmp_path}/rows.npy"
+
+
+def command(dataset: str, folder: Path, pause_s: float = 0.02) -> list[str]:
+    return [str(PROGRAMS / "reader.py"), dataset, str(folder), "1000000", str(pause_s)]
+
+
+def start(cluster: Cluster, number: int, nnodes: str, dataset: str, *flags: str, pause_s: float = 0.02) -> None:
+    name = "abc"[number]
+    arguments = [f"--nnodes={nnodes}", *FLAGS, *flags]
+    cluster.start(name, f"127.0.0.{number + 1}", arguments, command(dataset, cluster.out, pause_s))
+
+
+def extents_event(cluster: Cluster, name: str, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    def found() -> dict[str, Any] | None:
+        events = [event for event in cluster.events(name, "extents") if condition(event)]
+        return events[-1] if events else None
+
+    return dict(cluster.wait(found, f"extents of node {name}"))
+
+
+def home(cluster: Cluster, name: str) -> Path:
+    [found] = (Path(cluster.event(name, "started")["dir"]) / "extents").iterdir()
+    return found
+
+
+def numbers(cluster: Cluster, name: str) -> set[int]:
+    return {int(path.name[7:12]) for path in home(cluster, name).glob("extent-*.bin")}
+
+
+def taken(cluster: Cluster, name: str) -> int:
+    """Bytes of rows and extents in a node's shared memory."""
+    total = 0
+    for path in home(cluster, name).iterdir():
+        try:
+            total += path.stat().st_size
+        except FileNotFoundError:
+            pass
+    return total
+
+
+def check_order(cluster: Cluster, num_samples: int = SAMPLES) -> int:
+    """Each step, whoever read it and however often it was repeated, has the samples of the global order. Returns how
+    many steps were read."""
+    found: dict[int, dict[str, dict[int, list[int]]]] = {}
+    for path in cluster.out.glob("ids-*.jsonl"):
+        for line in path.read_text().splitlines():
+            if line.endswith("}"):
+                record = json.loads(line)
+                found.setdefault(record["step"], {}).setdefault(path.name[:7], {})[record["rank"]] = record["ids"]
+    order = DataOrder(num_samples, 7, 24, 4)
+    consumed, complete = 0, 0
+    for step in range(max(found) + 1):
+        wanted = order.sample_at(np.arange(consumed, order.step(consumed).stop)).tolist()
+        consumed = order.step(consumed).stop
+        read = [[i for rank in sorted(ranks) for i in ranks[rank]] for ranks in found[step].values()]
+        whole = [ids for ids in read if len(ids) == len(wanted)]
+        assert all(ids == wanted for ids in whole), step
+        complete += bool(whole)
+    assert complete >= max(found)
+    return complete
+
+
+def test_each_node_keeps_its_share(nodes: Cluster, dataset: str) -> None:
+    for number in range(2):
+        start(nodes, number, "2:2", dataset)
+    for name in "ab":
+        event = extents_event(nodes, name, lambda event: True)
+        assert (event["owned"], event["extents"], event["unowned"]) == (EXTENTS // 2, EXTENTS, 0)
+        assert event["moved"] == event["bound"] == SAMPLES * SIZE // 2
+    nodes.wait_round(0, 2)
+    nodes.progress(2 * SAMPLES // 24)
+    assert numbers(nodes, "a") | numbers(nodes, "b") == set(range(EXTENTS))
+    assert not numbers(nodes, "a") & numbers(nodes, "b")
+    for name in "ab":
+        assert taken(nodes, name) < SAMPLES * SIZE // 2 + 2 * WINDOW
+    end(nodes)
+    assert check_order(nodes) > 2 * SAMPLES // 24
+
+
+def test_a_lost_nodes_extents_are_read_again_and_nothing_else(nodes: Cluster, dataset: str) -> None:
+    for number in range(3):
+        start(nodes, number, "2:3", dataset)
+    for name in "abc":
+        extents_event(nodes, name, lambda event: event["owned"] in (21, 22))
+    nodes.wait_round(0, 3)
+    lost = numbers(nodes, "c")
+    before = {name: numbers(nodes, name) for name in "ab"}
+    nodes.progress(20)
+    nodes.kill_node("c")
+    nodes.wait_round(1, 2)
+    events = [extents_event(nodes, name, lambda event: event["owned"] == EXTENTS // 2) for name in "ab"]
+    assert sum(event["moved"] for event in events) == sum(event["bound"] for event in events)
+    assert sum(event["moved"] for event in events) == len(lost) * EXTENT_BYTES
+    assert [event["from_peers"] for event in events] == [0, 0]
+    assert all(before[name] < numbers(nodes, name) <= before[name] | lost for name in "ab")
+    nodes.progress(20)
+    end(nodes)
+    check_order(nodes)
+
+
+def test_a_node_that_joins_gets_its_share_from_the_others(nodes: Cluster, dataset: str) -> None:
+    for number in range(2):
+        start(nodes, number, "2:3", dataset)
+    nodes.wait_round(0, 2)
+    for name in "ab":
+        extents_event(nodes, name, lambda event: event["owned"] == EXTENTS // 2)
+    before = {name: numbers(nodes, name) for name in "ab"}
+    nodes.progress(5)
+    start(nodes, 2, "2:3", dataset)
+    nodes.wait_round(1, 3)
+    event = extents_event(nodes, "c", lambda event: event["owned"] == 21)
+    assert event["moved"] == event["bound"] == event["from_peers"] == 21 * EXTENT_BYTES
+    nodes.wait(lambda: sum(len(numbers(nodes, name)) for name in "abc") == EXTENTS, "what is given to be dropped")
+    assert all(numbers(nodes, name) < before[name] for name in "ab")
+    for name in "ab":
+        event = extents_event(nodes, name, lambda event: event["owned"] < EXTENTS // 2)
+        assert (event["moved"], event["bound"]) == (0, 0)
+    nodes.progress(20)
+    end(nodes)
+    check_order(nodes)
+
+
+def test_a_damaged_extent_is_noticed_and_fetched_anew(nodes: Cluster, dataset: str) -> None:
+    """By its owner's rank or for another node's, whichever reads it first; the script proves the rows."""
+    for number in range(2):
+        start(nodes, number, "2:2", dataset, pause_s=0.05)
+    nodes.wait_round(0, 2)
+    position = np.argsort(DataOrder(SAMPLES, 7, 24, 4).sample_at(np.arange(SAMPLES)))
+    block = int(position.reshape(-1, BLOCK).min(axis=1).argmax())  # it is read last of all
+    number, place = divmod(block * BLOCK, EXTENT_BYTES // SIZE)
+    owner = next(name for name in "ab" if number in numbers(nodes, name))
+    path = home(nodes, owner) / f"extent-{number:05d}.bin"
+    inode = path.stat().st_ino
+    path.chmod(0o600)
+    with open(path, "r+b") as file:
+        file.seek(place * SIZE)
+        file.write(b"\xff" * BLOCK * SIZE)
+    assert nodes.committed() * 24 < position.reshape(-1, BLOCK).min(axis=1).max(), "not read by now"
+    nodes.wait(lambda: path.exists() and path.stat().st_ino != inode, "the extent to be fetched anew")
+    nodes.progress(SAMPLES // 24)
+    end(nodes)
+    check_order(nodes)
+
+
+def test_files_that_stall_are_not_felt_while_the_window_lasts(nodes: Cluster, tmp_path: Path) -> None:
+    """Most of the dataset fits into no node, and is behind a URL whose server answers nobody for a while."""
+    np.save(tmp_path / "rows.npy", row_of(np.arange(SAMPLES), SIZE))
+    with http_files(tmp_path) as server:
+        for number in range(2):
+            start(nodes, number, "2:2", f"npy:{server.url}/rows.npy", "--data-memory=2M", pause_s=0.3)
+        for name in "ab":
+            event = extents_event(nodes, name, lambda event: True)
+            assert (event["owned"], event["unowned"]) == (8, EXTENTS - 16)
+        nodes.wait_round(0, 2)
+        nodes.progress(6)
+        server.gate.clear()
+        nodes.progress(8)
+        assert not server.gate.is_set()
+        for name in "ab":
+            assert taken(nodes, name) < (2 << 20) + 2 * WINDOW
+        server.gate.set()
+        nodes.progress(30)
+        server.failing = 40
+        nodes.progress(8)
+        end(nodes)
+    check_order(nodes)

@@ -1,0 +1,44 @@
+"""Reads DATASET (rows made by `row_of`) with job.loader, proves every row, and writes the ids of each step to FOLDER.
+
+reader.py DATASET FOLDER STEPS PAUSE_S
+"""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import tenplexrun
+
+
+def row_of(ids: np.ndarray, size: int) -> np.ndarray:
+    """Row [size] uint8 of each id [n]."""
+    return ((ids[:, None] * 2654435761 + np.arange(size) * (ids[:, None] % 7 + 1)) % 251).astype(np.uint8)
+
+
+def main() -> None:
+    dataset, folder, steps, pause_s = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
+    job = tenplexrun.init()
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    job.state(model=model, optimizer=optimizer)
+    loader = job.loader(dataset, global_batch=24, micro_batch=4, seed=7)
+    with (folder / f"ids-{job.round:03d}-{dist.get_rank()}-{os.getpid()}.jsonl").open("w", buffering=1) as file:
+        for step, batch in job.steps(loader, until=steps):
+            if not np.array_equal(batch.rows, row_of(batch.ids, batch.rows.shape[1])):
+                raise SystemExit(f"step {step}: rows that are not those of their ids")
+            dist.barrier()
+            file.write(
+                json.dumps({"step": step, "rank": dist.get_rank(), "ids": batch.ids[batch.weights > 0].tolist()}) + "\n"
+            )
+            time.sleep(pause_s)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""A dataset's own files, local or remote: where samples come from that no node has."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import numpy.typing as npt
+
+from tenplexrun.core.order import Ids
+from tenplexrun.datasets.dataset import Dataset
+from tenplexrun.formats import open_dataset
+
+THREADS = 16
+
+
+class Remote:
+    """Reads dataset `spec`, opened when first needed. May be used by several threads, each with files of its own."""
+
+    def __init__(self, spec: str) -> None:
+        self.spec = spec
+        self._local = threading.local()
+        self._opened: Dataset | None = None
+        self._opening = threading.Lock()
+        self._pool = ThreadPoolExecutor(THREADS, "remote")
+
+    @property
+    def dataset(self) -> Dataset:
+        """Raises DataError."""
+        with self._opening:
+            if self._opened is None:
+                self._opened = open_dataset(self.spec)
+            return self._opened
+
+    def read(self, offset: int, num_bytes: int) -> bytes:
+        """Bytes of the samples laid end to end. Raises DataError."""
+        return self._own().read(offset, num_bytes)
+
+    def gather(self, ids: Ids) -> npt.NDArray[np.uint8]:
+        """Samples [n, sample_bytes], many read at once: remote files answer late. Raises DataError."""
+
+        def part(some: Ids) -> npt.NDArray[np.uint8]:
+            return np.ascontiguousarray(self._own().gather(some)).view(np.uint8).reshape(len(some), -1)
+
+        if self.dataset.pieces.remote:  # it sees to that itself
+            return part(ids)
+        return np.concatenate([*self._pool.map(part, np.array_split(ids, min(THREADS, len(ids))))])
+
+    def stop(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _own(self) -> Dataset:
+        if not hasattr(self._local, "dataset"):
+            opened = self.dataset
+            self._local.dataset = dataclasses.replace(opened, pieces=copy.copy(opened.pieces))
+        return self._local.dataset  # type: ignore[no-any-return]

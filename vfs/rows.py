@@ -1,0 +1,254 @@
+"""Rows that are not in this node's extents: fetched ahead into files of shared memory, or when somebody asks.
+
+A batch of rows comes from the nodes that own them, what these do not deliver from the dataset's own files. A thread
+keeps the window of each view that is shown filled (`core.ahead`); readers find their rows there, and wait only for
+those that are not there yet. What an older layout has fetched stays as long as its positions lie ahead.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from tenplexrun.core.ahead import Ahead, Chunk
+from tenplexrun.core.order import DataOrder, Ids
+from tenplexrun.errors import DataError
+from tenplexrun.samples import Catalogue, found_in, rows_places
+from tenplexrun.vfs.extents import Keeper, Tell, present
+from tenplexrun.vfs.neighbours import Neighbours, Run
+from tenplexrun.vfs.remote import Remote
+
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.2, 5.0
+_SUFFIX = ".rows"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """`window_bytes`: of what is fetched ahead for each view. `patience_s`: so long a reader waits for rows that cannot
+    be fetched, asked for again and again, before it gets an error."""
+
+    window_bytes: int
+    patience_s: float = 60.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """Rows in a file: ids ascending, for positions [first, stop) of `order`."""
+
+    path: Path
+    order: str
+    first: int
+    stop: int
+    ids: Ids
+
+
+class Source:
+    """Fetches rows of one dataset into files beside its extents."""
+
+    def __init__(self, remote: Remote, keeper: Keeper, neighbours: Neighbours) -> None:
+        self._remote, self._keeper, self._neighbours = remote, keeper, neighbours
+        self.catalogue: Catalogue = keeper.catalogue
+        self._numbers = itertools.count()
+        for left in keeper.home.glob("ahead-*"):
+            left.unlink()
+
+    def fetch(self, ids: Ids, order: str, first: int, stop: int) -> Batch:
+        """The rows of `ids`, ascending, each once. Raises DataError, OSError when some cannot be had now."""
+        size, path = self.catalogue.sample_bytes, self._keeper.home / f"ahead-{next(self._numbers)}{_SUFFIX}"
+        start, end = rows_places(len(ids), size)
+        partial = path.with_suffix(".partial")
+        try:
+            with open(partial, "wb") as file:
+                os.posix_fallocate(file.fileno(), 0, end)
+                file.write(np.concatenate(([len(ids)], ids)).astype(np.int64).tobytes())
+                file.flush()
+                runs = self._runs(ids)
+                missing = self._neighbours.fetch(str(partial), start, size, runs)
+                offsets = np.cumsum([0, *(run.count for run in runs)])
+                left = [np.arange(offsets[index], offsets[index + 1]) for index in missing]
+                if left:
+                    self._read(ids, np.concatenate(left), file.fileno(), start)
+            partial.rename(path)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+        return Batch(path, order, first, stop, ids)
+
+    def _runs(self, ids: Ids) -> list[Run]:
+        """Consecutive samples of one extent together, each with the stores that have it."""
+        per, plan = self.catalogue.samples_per_extent, self._keeper.plan
+        assert plan is not None
+        numbers = ids // per
+        cuts = np.flatnonzero((np.diff(ids) != 1) | (np.diff(numbers) != 0)) + 1
+        found, sources = [], {number: plan.sources(number) for number in np.unique(numbers).tolist()}
+        for begin, end in zip([0, *cuts.tolist()], [*cuts.tolist(), len(ids)], strict=True):
+            number = int(numbers[begin])
+            found.append(Run(number, int(ids[begin]) - number * per, end - begin, sources[number]))
+        return found
+
+    def _read(self, ids: Ids, rows: npt.NDArray[np.int64], fd: int, start: int) -> None:
+        size = self.catalogue.sample_bytes
+        for row, values in zip(rows.tolist(), self._remote.gather(ids[rows]), strict=True):
+            os.pwrite(fd, values.data, start + row * size)
+
+
+class Rows:
+    """The rows that views of one dataset need and this node does not own. All methods may be called by any thread."""
+
+    def __init__(self, source: Source, keeper: Keeper, limits: Limits, tell: Tell) -> None:
+        self._source, self._keeper, self._tell = source, keeper, tell
+        self._limit_rows = max(1, limits.window_bytes // (source.catalogue.sample_bytes + 8))
+        self._patience_s = limits.patience_s
+        self._windows: dict[str, Ahead] = {}
+        self._batches: list[Batch] = []
+        self._busy: Chunk | None = None
+        self._changed = threading.Condition()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="ahead", daemon=True)
+
+    def open(self, name: str, order: DataOrder, rank: int, size: int, begin: int) -> None:
+        """A view is shown: keep its next rows here."""
+        with self._changed:
+            self._windows[name] = Ahead(order, rank, size, self._limit_rows, begin)
+            if not self._thread.is_alive():
+                self._thread.start()
+            self._changed.notify_all()
+
+    def close(self, name: str) -> None:
+        """Its readers have left. What it fetched stays for those who read on in the same order."""
+        with self._changed:
+            self._windows.pop(name, None)
+
+    def find(self, name: str, ids: Ids, begin: int | None) -> list[str]:
+        """The files with all these rows. Waits for them; raises DataError where they cannot be had for a long time."""
+        self._suspect(ids)
+        ids = np.unique(ids)
+        with self._changed:
+            window = self._windows.get(name)
+            if window is not None and begin is not None:
+                window.reach(begin)
+                self._drop_passed()
+                self._changed.notify_all()
+            order, first = (_key(window.order), begin or 0) if window is not None else ("", 0)
+        deadline, pause = time.monotonic() + self._patience_s, _FIRST_PAUSE_S
+        while True:
+            with self._changed:
+                found, left = self._look(ids)
+                while len(left) and self._comes(left):
+                    self._changed.wait(_LAST_PAUSE_S)
+                    found, left = self._look(ids)
+            if not len(left):
+                return [str(batch.path) for batch in found]
+            try:
+                batch = self._source.fetch(left, order, first, first + 1)
+            except (DataError, OSError) as error:
+                if time.monotonic() > deadline or self._stopping:
+                    raise DataError(f"{error} (tried again for {self._patience_s:g} s)") from error
+                time.sleep(pause)
+                pause = min(2 * pause, _LAST_PAUSE_S)
+                continue
+            with self._changed:
+                self._batches.append(batch)
+
+    def stop(self) -> None:
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+
+    # --- inside: with the lock held -------------------------------------------------------------------------------
+
+    def _look(self, ids: Ids) -> tuple[list[Batch], Ids]:
+        """The batches that have some of `ids`, and those that are in none."""
+        found = []
+        for batch in self._batches:
+            if not len(ids):
+                break
+            there, _ = found_in(ids, batch.ids)
+            if there.any():
+                found.append(batch)
+                ids = ids[~there]
+        return found, ids
+
+    def _comes(self, ids: Ids) -> bool:
+        """Whether the chunk that is under way will bring some of them."""
+        return self._busy is not None and bool(found_in(ids, self._busy.ids)[0].any())
+
+    def _drop_passed(self) -> None:
+        """What ends before all windows of its order is not needed any more; without a window nobody knows yet."""
+        kept_from: dict[str, int] = {}
+        for window in self._windows.values():
+            key = _key(window.order)
+            kept_from[key] = min(window.kept_from, kept_from.get(key, window.kept_from))
+        passed = [b for b in self._batches if b.order in kept_from and b.stop <= kept_from[b.order]]
+        strangers = [batch for batch in self._batches if not batch.order][:-8]
+        for batch in [*passed, *strangers]:
+            self._batches.remove(batch)
+            batch.path.unlink(missing_ok=True)
+
+    def _next(self) -> tuple[Ahead, Chunk] | None:
+        """The chunk of the window that is nearest to its end."""
+        while True:
+            for window in sorted(self._windows.values(), key=lambda window: window.fetched - window.reached):
+                if (chunk := window.next_chunk()) is not None:
+                    _, absent = self._look(self._elsewhere(chunk.ids))
+                    if len(absent):
+                        return window, dataclasses.replace(chunk, ids=absent)
+                    window.done(chunk)
+                    break
+            else:
+                return None
+
+    def _elsewhere(self, ids: Ids) -> Ids:
+        """Those that this node does not own."""
+        plan, catalogue = self._keeper.plan, self._source.catalogue
+        assert plan is not None
+        return ids[~np.isin(ids // catalogue.samples_per_extent, np.fromiter(plan.wanted, np.int64))]
+
+    # --- without --------------------------------------------------------------------------------------------------
+
+    def _suspect(self, ids: Ids) -> None:
+        """Somebody asks for rows whose extents are here: a reader has found them damaged."""
+        plan = self._keeper.plan
+        asked = set((ids // self._source.catalogue.samples_per_extent).tolist())
+        if plan is not None and (ours := asked & plan.wanted):
+            self._keeper.suspect(ours & present(self._keeper.home))
+
+    def _run(self) -> None:
+        pause = _FIRST_PAUSE_S
+        while True:
+            with self._changed:
+                while (task := None if self._stopping else self._next()) is None:
+                    if self._stopping:
+                        return
+                    self._changed.wait()
+                window, chunk = task
+                self._busy = chunk
+            batch, problem = None, ""
+            try:
+                batch = self._source.fetch(chunk.ids, _key(window.order), chunk.first, chunk.stop)
+            except (DataError, OSError, RuntimeError) as error:
+                problem = str(error)
+            with self._changed:
+                self._busy = None
+                if batch is not None:
+                    self._batches.append(batch)
+                    window.done(chunk)
+                    self._drop_passed()
+                self._changed.notify_all()
+                if problem and not self._stopping:
+                    self._tell("failed", message=f"rows that are needed later cannot be fetched now: {problem}")
+                    self._changed.wait(pause)
+            pause = min(2 * pause, _LAST_PAUSE_S) if problem else _FIRST_PAUSE_S
+
+
+def _key(order: DataOrder) -> str:
+    """Orders under which a position means the same sample."""
+    return f"{order.num_samples} {order.seed} {order.algo} {order.fingerprint}"
