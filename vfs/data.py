@@ -53,6 +53,7 @@ class Data:
         """For the view `name`. Rows that are not in this node's extents are fetched ahead for it from now on."""
         extents = Extents(self.catalogue, str(self.keeper.home), plan.wanted, partial(self.rows.find, name))
         extents.about |= {"here": spans(sorted(plan.wanted)), "socket": self._socket, "view": name}
+        extents.trust(sorted(self.keeper.written))
         self._readers.add(extents)
         if not extents.all_here:
             self.rows.open(name, order, rank, size, order.step(consumed).start)

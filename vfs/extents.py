@@ -69,6 +69,8 @@ class Keeper:
         self._remote, self.catalogue, self.home = remote, catalogue, home
         self._neighbours, self._tell, self._dropped = neighbours, tell, dropped
         self.plan: Plan | None = None
+        self.written: set[int] = set()
+        """Extents that have come since the plan was made."""
         self._settled = threading.Event()
         self._wake = threading.Event()
         self._stopping = False
@@ -82,6 +84,7 @@ class Keeper:
         if shutil.disk_usage(self.home).free < missing:
             raise full(self._remote.spec, missing, self.home)
         self._settled.clear()
+        self.written = set()
         self.plan = plan
         self._wake.set()
         if not self._thread.is_alive():
@@ -159,6 +162,7 @@ class Keeper:
         (self.home / (sums_name(number) + _PARTIAL)).rename(self.home / sums_name(number))
         partial.chmod(0o400)
         partial.rename(self.home / extent_name(number))
+        self.written.add(number)
 
     def _read(self, number: int, fd: int) -> None:
         """From the dataset's own files."""
