@@ -112,6 +112,8 @@ class Agent:
         place = (launch.run_id, member, launch.lease_s, is_gone, self._folder, launch.charter, services.events.say)
         self._folder, self._lease = await join_run(self._coordination, *place)
         self.on_joined(self._lease.key)
+        if services.checkpoints is not None:
+            services.checkpoints.joined(self._folder)
         self._round_seen, events = None, services.events
         events.emit("joined", folder=self._folder, link=member.link, store=member.store, workers=member.num_workers)
         arguments = (launch.settings, services.store.layout, events, launch.lease_s, services.links.linked)

@@ -174,6 +174,9 @@ class CheckpointClient(Protocol):
     """The node's checkpoint process. All raise CheckpointError when something cannot be read or written, ProcessError
     when the process has died."""
 
+    def joined(self, job: str) -> None:
+        """The name of the job from now on: the folder of its run."""
+
     async def newest(self, refused: Collection[str]) -> tuple[Checkpoint | None, list[str]]:
         """The newest checkpoint that can be read, `refused` folders left out, and what is to be said of others."""
 

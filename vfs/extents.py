@@ -70,7 +70,7 @@ class Keeper:
         self._neighbours, self._tell, self._dropped = neighbours, tell, dropped
         self.plan: Plan | None = None
         self.written: set[int] = set()
-        """Extents that have come since the plan was made."""
+        """Extents that this process has written, and which are still here."""
         self._settled = threading.Event()
         self._wake = threading.Event()
         self._stopping = False
@@ -84,7 +84,6 @@ class Keeper:
         if shutil.disk_usage(self.home).free < missing:
             raise full(self._remote.spec, missing, self.home)
         self._settled.clear()
-        self.written = set()
         self.plan = plan
         self._wake.set()
         if not self._thread.is_alive():
@@ -162,6 +161,7 @@ class Keeper:
         (self.home / (sums_name(number) + _PARTIAL)).rename(self.home / sums_name(number))
         partial.chmod(0o400)
         partial.rename(self.home / extent_name(number))
+        self._dropped(number)  # an older file of it, if there was one
         self.written.add(number)
 
     def _read(self, number: int, fd: int) -> None:
@@ -189,6 +189,7 @@ class Keeper:
         for name in (extent_name(number), sums_name(number)):
             with contextlib.suppress(FileNotFoundError):
                 (self.home / name).unlink()
+        self.written.discard(number)
         self._dropped(number)
 
     def _intact(self, number: int) -> bool:

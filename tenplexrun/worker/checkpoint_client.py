@@ -19,7 +19,12 @@ class CheckpointClient:
 
     def __init__(self, path: str, home: str | None, origin: str | None, keep: int) -> None:
         self._home, self._origin, self._keep = home, origin, keep
+        self._jobs: list[str] = []
+        self._claimed = False
         self._caller = Caller(f"unix:{path}", "the checkpoint process", LONGEST_S)
+
+    def joined(self, job: str) -> None:
+        self._jobs.append(job)
 
     async def ready(self) -> None:
         """Wait until the process has its imports done. Raises ProcessError."""
@@ -27,7 +32,11 @@ class CheckpointClient:
 
     async def newest(self, refused: Collection[str]) -> tuple[Checkpoint | None, list[str]]:
         await self.ready()
-        reply = await self._ask("newest", LOOK_S, home=self._home, origin=self._origin, refused=list(refused))
+        # once: a job whose folder another one has taken does not take it back
+        claim = None if self._claimed or not self._jobs else self._jobs[-1]
+        where = {"home": self._home, "origin": self._origin, "claim": claim}
+        reply = await self._ask("newest", LOOK_S, refused=list(refused), **where)
+        self._claimed = True
         found = reply["checkpoint"]
         return found and Checkpoint(**found), list(reply["notes"])
 
@@ -59,7 +68,7 @@ class CheckpointClient:
         await self._ask("prepare", url=self._url(step), tag=tag, layout=layout, parts=list(parts))
 
     async def publish(self, step: int, tag: str, files: Sequence[str]) -> Record:
-        args = {"home": self._home, "url": self._url(step), "keep": self._keep}
+        args = {"home": self._home, "url": self._url(step), "keep": self._keep, "jobs": self._jobs}
         return await self._ask("publish", step=step, tag=tag, files=list(files), **args)
 
     async def close(self) -> None:

@@ -2,13 +2,13 @@
 
 Started as `checkpointer.main()` with JSON: {"socket": path of its control socket}. It answers there (`channel`):
 
-    newest   {home, origin, refused}                            -> {checkpoint: {url, step} | null, notes}
+    newest   {home, origin, refused, claim: job | null}         -> {checkpoint: {url, step} | null, notes}
     load     {url, step, layout, config, ranks, groups, slot}   -> {step, consumed, values, without, num_bytes}
     take     {tag, index, layout, config, ranks: by node, me}   -> {num_bytes}        copy this node's share
     write    {url, number, tag, groups}                         -> a part's record    what was taken
     cancel   {}                                                 -> {}
     prepare  {url, tag, layout, parts}                          -> {}
-    publish  {home, url, step, tag, files, keep}                -> {removed: [step], problem: text | null}
+    publish  {home, url, step, tag, files, keep, jobs}          -> {removed: [step], problem: text | null}
 """
 
 from __future__ import annotations
@@ -73,6 +73,8 @@ class Checkpointer:
     async def _newest(self, args: Record) -> Record:
         home = args["home"]
         problem = await asyncio.to_thread(folders.trial, home) if home else None
+        if home and args["claim"] and not problem:
+            await asyncio.to_thread(folders.claim, home, args["claim"])
         warned = [f"no checkpoint can be written to {home} ({problem}): mend that; training goes on"] if problem else []
         candidates = await asyncio.to_thread(all_candidates, home, args["origin"])
         if not candidates:
@@ -116,6 +118,7 @@ class Checkpointer:
         return {}
 
     def _publish(self, args: Record) -> Record:
+        folders.check_owner(args["home"], args["jobs"])
         saving.publish(Folder(args["url"]), args["tag"])
         try:
             removed = saving.prune(Folder(args["home"]), args["step"], args["files"], args["keep"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from fsspec import AbstractFileSystem
@@ -14,6 +15,8 @@ from tenplexrun.errors import CheckpointError
 
 METADATA = ".metadata"
 """The file that makes a folder a checkpoint."""
+OWNER = ".tenplexrun-job"
+"""The file with the name of the job that writes checkpoints here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +82,28 @@ def trial(home: str) -> str | None:
     except Exception as error:  # whatever a backend raises
         return reason(error)
     return None
+
+
+def claim(home: str, job: str) -> None:
+    """`job` writes its checkpoints below `home` from now on, and no other. Raises CheckpointError."""
+    folder = Folder(home)
+    try:
+        folder.fs.pipe_file(folder.at(OWNER), job.encode())
+    except Exception as error:  # whatever a backend raises
+        raise CheckpointError(f"{home}/{OWNER} cannot be written: {reason(error)}") from error
+
+
+def check_owner(home: str, jobs: Collection[str]) -> None:
+    """Raise CheckpointError if a job has claimed `home` that is none of `jobs`, the names that this one has had."""
+    folder = Folder(home)
+    try:
+        owner = folder.fs.cat_file(folder.at(OWNER)).decode() if OWNER in folder.names() else None
+    except Exception as error:  # whatever a backend raises
+        raise CheckpointError(f"{home}/{OWNER} cannot be read: {reason(error)}") from error
+    if owner is not None and owner not in jobs:
+        raise CheckpointError(
+            f"another job, {owner}, has begun to write its checkpoints to {home}: give each its own --checkpoint-dir"
+        )
 
 
 def candidates(home: str) -> list[tuple[int, str]]:

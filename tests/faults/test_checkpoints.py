@@ -17,6 +17,7 @@ from checkpoint_jobs import again, alone, assert_equal, complete, data, full, jo
 from cluster import Cluster, descendants
 
 from tenplexrun.errors import CheckpointError, DataError, LayoutError
+from tenplexrun.worker.folders import OWNER
 
 
 @pytest.fixture
@@ -157,6 +158,23 @@ def living_checkpointer(cluster: Cluster, name: str) -> list[int]:
     return found
 
 
+def test_two_jobs_do_not_share_a_folder(cluster: Cluster, home: Path) -> None:
+    """The later one has it; the other one says so, and trains on."""
+    command = [*job(home, 2000, "--pause", "0.1")]
+    start(cluster, home, command, "--checkpoint-every=3", "--nproc-per-node=1", nodes=1)
+    cluster.wait(lambda: complete(home), "a checkpoint")
+    with Cluster(home / "other", run_id="other", patience_s=cluster.patience_s) as other:
+        flags = ["--nnodes=1", "--nproc-per-node=1", f"--checkpoint-dir={home / 'ck'}", "--checkpoint-every=3"]
+        other.start("z", "127.0.0.9", flags, command)
+        cluster.wait(lambda: "has begun to write its checkpoints" in cluster.log("a"), "the first job's notice")
+        step = cluster.committed()
+        other.wait(lambda: other.events(kind="checkpoint"), "a checkpoint of the second one")
+        cluster.wait(lambda: cluster.committed() > step, "further steps")
+        for one, name in ((other, "z"), (cluster, "a")):
+            one.agents[name].send_signal(signal.SIGINT)
+            assert one.exit_code(name) == 130
+
+
 @pytest.mark.slow
 def test_a_full_disk_is_reported_and_training_goes_on(cluster: Cluster, home: Path) -> None:
     (home / "ck").mkdir()
@@ -168,7 +186,7 @@ def test_a_full_disk_is_reported_and_training_goes_on(cluster: Cluster, home: Pa
         start(cluster, home, job(home, 8), "--checkpoint-every=3", "--nproc-per-node=1", nodes=1)
         assert cluster.exit_code("a") == 0
         assert "No space left on device; training goes on" in cluster.log("a")
-        assert [path for path in (home / "ck").rglob("*") if path.is_file()] == []
+        assert [path.name for path in (home / "ck").rglob("*") if path.is_file()] == [OWNER]
     finally:
         subprocess.run(["umount", str(home / "ck")], check=True)
     same(steps(home), alone(home, 8), range(8))
