@@ -16,6 +16,7 @@ from cluster import Cluster
 from etcd_servers import EtcdServer, scratch
 from file_servers import http_files
 
+from tenplexrun.agent.sweep import sweep
 from tenplexrun.core.order import DataOrder
 
 from .test_job import end, process
@@ -44,6 +45,7 @@ def nodes(tmp_path: Path) -> Iterator[Cluster]:
                 yield cluster
         finally:
             etcd.kill()
+            sweep()  # after the node that is killed as a whole
 
 
 @pytest.fixture
