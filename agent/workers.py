@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import mmap
+import os
 import signal
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from tenplexrun.agent.events import EventLog
 from tenplexrun.core.control import ControlPage, num_bytes
 from tenplexrun.core.lifecycle import StopWorkers
 from tenplexrun.core.rounds import Failure
+from tenplexrun.errors import ArenaFullError
 from tenplexrun.ports import WorkerExit, WorkerPool
 
 KILL_TIMEOUT_S = 10.0
@@ -120,10 +122,19 @@ def victims(ends: Sequence[End], first_rank: int, failure: Failure, node: str) -
 
 
 def new_page(path: Path, round_number: int, num_workers: int) -> ControlPage:
-    """A fresh control page under a new inode: workers of an older round keep theirs."""
+    """A fresh control page under a new inode: workers of an older round keep theirs. Raises ArenaFullError.
+
+    Its memory is reserved: a page that is written to without any left kills this process.
+    """
     fresh = path.with_suffix(".new")
     with fresh.open("wb+") as file:
-        file.truncate(num_bytes(num_workers))
+        try:
+            os.posix_fallocate(file.fileno(), 0, num_bytes(num_workers))
+        except OSError as error:
+            raise ArenaFullError(
+                f"shared memory is too small: not even a control page of {num_bytes(num_workers)} bytes can be had in "
+                f"{path.parent} ({error.strerror}); free some or enlarge it (mount -o remount,size=... /dev/shm)"
+            ) from error
         page = ControlPage.create(memoryview(mmap.mmap(file.fileno(), 0)), round_number, num_workers)
     fresh.rename(path)
     return page

@@ -12,11 +12,12 @@
 
 Measured through a view's process as the agent runs it, mounted if FUSE is to be had. loader: batches of 1,024 rows,
 each once an epoch, with order, weights and commit. numpy: `array[ids]`, the array in the process's own memory and the
-ids a permutation made before. The file system: one `pread` a row. Packed and whole files: by 1 MiB into a buffer that
-is kept. torchdata's StatefulDataLoader over the same array, and MosaicML's StreamingDataset over a local copy,
-shuffled, one process each, where `make peers` has installed them. All take turns; each has run before. remote: rows
-of a file behind a local HTTP server that waits before each answer; the loader's first epoch of 64 MiB, from the
-moment in which the view is told of it, beside fsspec's read-ahead cache that reads row by row in the same order.
+ids a permutation made before; /dev/shm: from a mapped file, as ours, with small pages. The file system: one `pread` a
+row. Packed and whole files: by 1 MiB into a buffer that is kept. torchdata's StatefulDataLoader over the same array,
+and MosaicML's StreamingDataset over a local copy, shuffled, one process each, where `make peers` has installed them.
+All take turns; each has run before. remote: rows of a file behind a local HTTP server that waits before each answer;
+the loader's first epoch of 64 MiB, from the moment in which the view is told of it, beside fsspec's read-ahead cache
+that reads row by row in the same order.
 
     benchmarks/data.py [--quick] [--check]
 """
@@ -24,6 +25,7 @@ moment in which the view is told of it, beside fsspec's read-ahead cache that re
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import shutil
@@ -80,9 +82,11 @@ def rows(shown: View, path: Path, array: np.ndarray, steps: int, runs: int) -> S
             loader.next_batch()
             loader.commit()
 
-    def gather(ids: np.ndarray) -> None:
+    mapped = np.load(path, mmap_mode="r")
+
+    def gather(rows: np.ndarray, ids: np.ndarray) -> None:
         for some in ids:
-            array[some]
+            rows[some]
 
     def pread(ids: np.ndarray) -> None:
         for some in ids.tolist():
@@ -96,7 +100,8 @@ def rows(shown: View, path: Path, array: np.ndarray, steps: int, runs: int) -> S
         return in_turns(
             {
                 "tenplexrun": lambda: processor(ours),
-                "numpy's gather": lambda: drawn(gather),
+                "numpy's gather": lambda: drawn(functools.partial(gather, array)),
+                "numpy's gather, /dev/shm": lambda: drawn(functools.partial(gather, mapped)),
                 "pread": lambda: drawn(pread),
             },
             runs,

@@ -48,6 +48,8 @@ from tenplexrun.store.slots import ARRIVALS, NUM_SLOTS, Round
 
 log = logging.getLogger(__name__)
 
+MAX_NAMES = 5  # in a warning
+
 
 class Arena:
     """All operations on a node's arena. Methods may be called from several threads; `Arena.open` makes one."""
@@ -192,7 +194,10 @@ class Arena:
                     continue
                 index = self._indexes[snapshot]
                 if bad:
-                    log.warning("%s: %d regions failed their checksums and are dropped", snapshot, len(bad))
+                    names = ", ".join(sorted({piece.fqn for piece in bad})[:MAX_NAMES])
+                    log.warning(
+                        "%s: %d regions failed their checksums and are dropped, of %s", snapshot, len(bad), names
+                    )
                     index = replace(index, pieces=tuple(piece for piece in index.pieces if piece not in bad))
                     self._keep(index)
             holdings += [self._holding(index, claim) for claim in index.claims]

@@ -107,34 +107,53 @@ def samples_per_extent(sample_bytes: int, extent_bytes: int) -> int:
     return fitting // unit * unit or fitting
 
 
+class Proved:
+    """What this process has mapped of a dataset's extents, and held against checksums; readers of one dataset share it.
+
+    Extents are mapped end to end, for numpy to gather from all of them at once; where they do not end at pages (odd
+    sizes of many KB), one by one, and rows are copied one by one. `trusted`: those that it has written itself.
+    """
+
+    def __init__(self, catalogue: Catalogue, trusted: Collection[int] = ()) -> None:
+        self.trusted = trusted
+        extent_bytes, num_extents = catalogue.extent_bytes, catalogue.num_extents
+        aligned = extent_bytes % mmap.PAGESIZE == 0 or num_extents == 1
+        self.memory = EndToEnd(num_extents * extent_bytes) if aligned else None
+        self.maps: dict[int, memoryview] = {}
+        self.sums: dict[int, list[int]] = {}
+        self.mapped = np.zeros(num_extents, dtype=bool)
+        self.blocks = -(-catalogue.samples_per_extent // catalogue.samples_per_block)
+        """Of each extent but the last, which may have fewer."""
+        self.proved = np.zeros(num_extents * self.blocks, dtype=bool)
+        last = -(-catalogue.samples_in(num_extents - 1) // catalogue.samples_per_block)
+        self.unproved = (num_extents - 1) * self.blocks + last
+        self.lock = threading.Lock()  # what is read must stay mapped
+
+
 class Extents:
     """Reads samples: those of the extents in `here` from the files in `directory`, others from files that `find` names.
 
-    Extents are mapped when first needed: end to end, for numpy to gather from all of them at once; where they do not
-    end at pages (odd sizes of many KB), one by one, and rows are copied one by one. A block is held against its
-    checksum before the first of its samples is read; with `find`, one that fails counts as not here.
+    A block is held against its checksum before the first of its samples is read; with `find`, one that fails counts as
+    not here. `proved`: what other readers of this dataset have done of that.
     """
 
     def __init__(
-        self, catalogue: Catalogue, directory: str, here: Collection[int] | None = None, find: FindRows | None = None
+        self,
+        catalogue: Catalogue,
+        directory: str,
+        here: Collection[int] | None = None,
+        find: FindRows | None = None,
+        proved: Proved | None = None,
     ) -> None:
         self.catalogue = catalogue
         self.directory = directory
         self.about: dict[str, Any] = {"directory": directory}  # what a reader in another process has to know
         self._find = find
-        self._extent_bytes = catalogue.extent_bytes
-        aligned = self._extent_bytes % mmap.PAGESIZE == 0 or catalogue.num_extents == 1
-        self._memory = EndToEnd(catalogue.num_extents * self._extent_bytes) if aligned else None
+        self._shared = Proved(catalogue) if proved is None else proved
         self._here = np.ones(catalogue.num_extents, dtype=bool)
         if here is not None:
             self._here[:] = False
             self._here[np.fromiter(here, np.int64)] = True
-        self._mapped = np.zeros(catalogue.num_extents, dtype=bool)
-        self._blocks = -(-catalogue.samples_per_extent // catalogue.samples_per_block)
-        self._proved = np.zeros(catalogue.num_extents * self._blocks, dtype=bool)
-        self._maps: dict[int, memoryview] = {}
-        self._sums: dict[int, npt.NDArray[np.uint64]] = {}
-        self._lock = threading.Lock()  # what is read must stay mapped
 
     @property
     def here(self) -> list[int]:
@@ -151,20 +170,22 @@ class Extents:
         Raises DataError when an extent is missing or damaged, and its rows cannot be had elsewhere; unless `wait`,
         BlockingIOError for rows that are not here.
         """
-        with self._lock:
+        with self._shared.lock:
+            if not self._shared.unproved:  # as always after the first epoch: then numpy is all that it takes
+                return self._take(ids)
             numbers = ids // self.catalogue.samples_per_extent
-            for number in np.unique(numbers[~self._mapped[numbers] & self._here[numbers]]).tolist():
+            for number in np.unique(numbers[~self._shared.mapped[numbers] & self._here[numbers]]).tolist():
                 self._map(number)
             records = ids - numbers * self.catalogue.samples_per_extent
-            blocks = numbers * self._blocks + records // self.catalogue.samples_per_block
-            for block in np.unique(blocks[~self._proved[blocks] & self._mapped[numbers]]).tolist():
+            blocks = numbers * self._shared.blocks + records // self.catalogue.samples_per_block
+            for block in np.unique(blocks[~self._shared.proved[blocks] & self._shared.mapped[numbers]]).tolist():
                 self._prove(block)
-            there = self._proved[blocks]
+            there = self._shared.proved[blocks]
             if there.all():
-                return self._take(numbers, ids)
+                return self._take(ids)
             if not wait:
                 raise BlockingIOError
-            some = self._take(numbers[there], ids[there])
+            some = self._take(ids[there])
         rows = np.empty((len(ids), *self.catalogue.shape), self.catalogue.dtype)
         rows[there] = some
         rows[~there] = self._fetched(ids[~there], begin)
@@ -172,60 +193,69 @@ class Extents:
 
     def forget(self, number: int) -> None:
         """Its file is gone: let its memory go, too."""
-        with self._lock:
-            if self._mapped[number]:
+        with self._shared.lock:
+            if self._shared.mapped[number]:
                 self._unmap(number)
 
-    def _take(self, numbers: Ids, ids: Ids) -> npt.NDArray[Any]:
-        if self._memory is None:
-            return self._take_each(numbers, ids)
-        data = self._memory.data[: self.catalogue.num_bytes]
+    def _take(self, ids: Ids) -> npt.NDArray[Any]:
+        if self._shared.memory is None:
+            return self._take_each(ids)
+        data = self._shared.memory.data[: self.catalogue.num_bytes]
         return data.view(self.catalogue.dtype).reshape(-1, *self.catalogue.shape).take(ids, axis=0)
 
-    def _take_each(self, numbers: Ids, ids: Ids) -> npt.NDArray[Any]:
+    def _take_each(self, ids: Ids) -> npt.NDArray[Any]:
         catalogue, size = self.catalogue, self.catalogue.sample_bytes
+        numbers = ids // catalogue.samples_per_extent
         rows = np.empty((len(ids), size), dtype=np.uint8)
         data = rows.reshape(-1).data
         offsets = (ids - numbers * catalogue.samples_per_extent) * size
         places = zip(numbers.tolist(), offsets.tolist(), strict=True)
         for start, (number, offset) in zip(range(0, len(data), size), places, strict=True):
-            data[start : start + size] = self._maps[number][offset : offset + size]
+            data[start : start + size] = self._shared.maps[number][offset : offset + size]
         return rows.view(catalogue.dtype).reshape(len(ids), *catalogue.shape)
 
     def _map(self, number: int) -> None:
         num_bytes = self.catalogue.bytes_of([number])
         path = os.path.join(self.directory, extent_name(number))
         try:
-            if self._memory is not None:
-                self._memory.put(path, number * self._extent_bytes, num_bytes)
+            if self._shared.memory is not None:
+                self._shared.memory.put(path, number * self.catalogue.extent_bytes, num_bytes)
             else:
-                self._maps[number] = np.memmap(path, dtype=np.uint8, mode="r", shape=(num_bytes,)).data
-            self._sums[number] = np.fromfile(os.path.join(self.directory, sums_name(number)), np.uint64)
+                self._shared.maps[number] = np.memmap(path, dtype=np.uint8, mode="r", shape=(num_bytes,)).data
+            sums = np.fromfile(os.path.join(self.directory, sums_name(number)), np.uint64)
         except (OSError, ValueError) as error:
             if self._find is None:
                 raise DataError(f"cannot map {path}: {error}; the dataset view has lost it") from error
             return  # still being loaded, or loaded anew
-        self._mapped[number] = True
+        self._shared.mapped[number], self._shared.sums[number] = True, sums.tolist()
+        if number in self._shared.trusted:
+            first = number * self._shared.blocks
+            self._shared.proved[first : first + len(sums)] = True
+            self._shared.unproved -= len(sums)
 
     def _unmap(self, number: int) -> None:
-        self._mapped[number] = False
-        self._proved[number * self._blocks : (number + 1) * self._blocks] = False
-        self._maps.pop(number, None)
-        if self._memory is not None:
-            self._memory.clear(number * self._extent_bytes, self._extent_bytes)
+        self._shared.mapped[number] = False
+        proved = self._shared.proved[number * self._shared.blocks : (number + 1) * self._shared.blocks]
+        self._shared.unproved += int(np.count_nonzero(proved))
+        proved[:] = False
+        self._shared.maps.pop(number, None)
+        if self._shared.memory is not None:
+            self._shared.memory.clear(number * self.catalogue.extent_bytes, self.catalogue.extent_bytes)
 
     def _prove(self, block: int) -> None:
-        number, place = divmod(block, self._blocks)
-        if not self._mapped[number]:
+        number, place = divmod(block, self._shared.blocks)
+        if not self._shared.mapped[number]:
             return  # another block of it was damaged
         size = self.catalogue.samples_per_block * self.catalogue.sample_bytes
         start, stop = place * size, min((place + 1) * size, self.catalogue.bytes_of([number]))
-        if self._memory is not None:
-            data = self._memory.data[number * self._extent_bytes :][start:stop].data
+        if self._shared.memory is not None:
+            first = number * self.catalogue.extent_bytes
+            data = self._shared.memory.data.data[first + start : first + stop]
         else:
-            data = self._maps[number][start:stop]
-        if np.array_equal(self._sums[number][place : place + 1], block_sums(data, self.catalogue)):
-            self._proved[block] = True
+            data = self._shared.maps[number][start:stop]
+        if self._shared.sums[number][place : place + 1] == [xxhash.xxh3_64_intdigest(data)]:
+            self._shared.proved[block] = True
+            self._shared.unproved -= 1
         elif self._find is None:
             raise DataError(f"extent {number} in {self.directory} is damaged; start the job again")
         else:

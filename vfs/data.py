@@ -11,7 +11,7 @@ from pathlib import Path
 from tenplexrun.core.extents import ALONE, Placement, Plan, spans
 from tenplexrun.core.order import DataOrder
 from tenplexrun.errors import DataError
-from tenplexrun.samples import Catalogue, Extents
+from tenplexrun.samples import Catalogue, Extents, Proved
 from tenplexrun.vfs.extents import Keeper, Tell, catalogue_of
 from tenplexrun.vfs.homes import home_of
 from tenplexrun.vfs.neighbours import Neighbours
@@ -38,6 +38,7 @@ class Data:
         self.keeper = Keeper(self._remote, self.catalogue, home, neighbours, tell, self._dropped)
         self.rows = Rows(Source(self._remote, self.keeper, neighbours), self.keeper, limits, tell)
         self._window_bytes = limits.window_bytes
+        self._proved = Proved(self.catalogue, self.keeper.written)
         self._readers: weakref.WeakSet[Extents] = weakref.WeakSet()
 
     def follow(self, placement: Placement | None) -> Plan:
@@ -51,7 +52,8 @@ class Data:
 
     def reader(self, name: str, plan: Plan, order: DataOrder, rank: int, size: int, consumed: int) -> Extents:
         """For the view `name`. Rows that are not in this node's extents are fetched ahead for it from now on."""
-        extents = Extents(self.catalogue, str(self.keeper.home), plan.wanted, partial(self.rows.find, name))
+        find = partial(self.rows.find, name)
+        extents = Extents(self.catalogue, str(self.keeper.home), plan.wanted, find, self._proved)
         extents.about |= {"here": spans(sorted(plan.wanted)), "socket": self._socket, "view": name}
         self._readers.add(extents)
         if not extents.all_here:

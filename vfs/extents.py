@@ -69,6 +69,8 @@ class Keeper:
         self._remote, self.catalogue, self.home = remote, catalogue, home
         self._neighbours, self._tell, self._dropped = neighbours, tell, dropped
         self.plan: Plan | None = None
+        self.written: set[int] = set()
+        """Extents that this process has written, and which are still here."""
         self._settled = threading.Event()
         self._wake = threading.Event()
         self._stopping = False
@@ -159,6 +161,8 @@ class Keeper:
         (self.home / (sums_name(number) + _PARTIAL)).rename(self.home / sums_name(number))
         partial.chmod(0o400)
         partial.rename(self.home / extent_name(number))
+        self._dropped(number)  # an older file of it, if there was one
+        self.written.add(number)
 
     def _read(self, number: int, fd: int) -> None:
         """From the dataset's own files."""
@@ -185,6 +189,7 @@ class Keeper:
         for name in (extent_name(number), sums_name(number)):
             with contextlib.suppress(FileNotFoundError):
                 (self.home / name).unlink()
+        self.written.discard(number)
         self._dropped(number)
 
     def _intact(self, number: int) -> bool:

@@ -10,7 +10,7 @@ from tenplexrun.core.layout import Layout
 from tenplexrun.core.parallel import ParallelConfig
 from tenplexrun.core.placement import Assign, place
 from tenplexrun.core.rounds import Ack, Member, Participant, Source
-from tenplexrun.core.snapshots import Holding, SnapshotId, choose, holders_of
+from tenplexrun.core.snapshots import Holding, SnapshotId, choose, holders_of, lacking
 from tenplexrun.errors import LayoutError
 
 
@@ -135,8 +135,9 @@ def extents(acks: Mapping[str, Ack]) -> dict[str, dict[str, Spans]]:
 
 def recover(
     acks: Mapping[str, Ack], members: Mapping[str, Member], layouts: Mapping[str, Layout]
-) -> tuple[SnapshotId | None, dict[str, Source]]:
-    """The newest snapshot that the living nodes can complete, and who holds what of it (frozen plan inputs)."""
+) -> tuple[SnapshotId | None, dict[str, Source], str]:
+    """The newest snapshot that the living nodes can complete, and who holds what of it (frozen plan inputs); and why it
+    is not a newer one, if that is worth a word."""
     held: dict[str, tuple[Holding, ...]] = {node: acks[node].holdings for node in members if node in acks}
     snapshot = choose(held, layouts)
     sources = {}
@@ -144,4 +145,4 @@ def recover(
         parts = tuple(holding for holding in holdings if holding.snapshot == snapshot)
         if parts:
             sources[node] = Source(members[node].store, parts)
-    return snapshot, sources
+    return snapshot, sources, lacking(held, layouts, snapshot)

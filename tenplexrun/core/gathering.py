@@ -132,7 +132,7 @@ def _form(view: View, round_: Round, settings: Settings, now: float, gathered: M
         if left and everyone is not None:
             return end_by_drain(view, round_, left[0])
         return _too_few(view, round_, settings, now, members)
-    snapshot, sources = forming.recover(gathered, view.members, view.layouts)
+    snapshot, sources, lacking = forming.recover(gathered, view.members, view.layouts)
     found = Found(round_.number, round_.refused)
     if snapshot is None and settings.durable:
         if view.found is None or (view.found.round, view.found.refused) != (found.round, found.refused):
@@ -155,6 +155,7 @@ def _form(view: View, round_: Round, settings: Settings, now: float, gathered: M
         master=(first.host, gathered[first.node].master_port),
         snapshot=snapshot,
         sources=sources,
+        lacking=lacking,
         extents=forming.extents(gathered),
         checkpoint=found.checkpoint,
         replicas=settings.replicas,

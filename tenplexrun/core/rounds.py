@@ -192,6 +192,7 @@ class Round:
 
     `racks`, `algorithm`, `inputs`: frozen when it was formed; see `core.inputs`.
     `evicted`: nodes that count as gone, whatever else is written of them. A node that comes back has a new name.
+    `lacking`: why its snapshot is not a newer one, or there is none, if that is worth a word.
     `checkpoint`: read if there is no snapshot; `refused`: those that could not be. `saved`: the last step of which a
     durable checkpoint was published.
     `replicas`: on how many nodes each part of its snapshots shall be. `way`: how what it starts from gets to the nodes.
@@ -228,6 +229,7 @@ class Round:
     refused: tuple[str, ...] = ()
     saved: int | None = None
     vain: int = 0
+    lacking: str = ""
     extents: Mapping[str, Mapping[str, Spans]] = field(default_factory=dict)
 
     @property
@@ -239,10 +241,11 @@ class Round:
     def origin(self) -> str:
         """What a running round starts from, in words."""
         if self.snapshot is not None:
-            return f"from step {self.snapshot.step}, held in memory"
+            return f"from step {self.snapshot.step}, held in memory" + (f"; {self.lacking}" if self.lacking else "")
+        why = self.lacking or "no living nodes hold a snapshot"
         if self.checkpoint is not None:
-            return f"from step {self.checkpoint.step}: no living nodes hold a snapshot, {self.checkpoint.url} is read"
-        return "from step 0: no living nodes hold a snapshot"
+            return f"from step {self.checkpoint.step}: {why}, {self.checkpoint.url} is read"
+        return f"from step 0: {why}"
 
     @property
     def news(self) -> str:

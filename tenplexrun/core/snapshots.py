@@ -19,7 +19,7 @@ from tenplexrun.errors import LayoutError
 
 __all__ = [
     "ALIGNMENT", "AnyClaim", "ArenaMap", "BuddyClaim", "Claim", "Entry", "Holding", "SnapshotId", "arena_map", "choose",
-    "claim_from_json", "gaps", "holders_of", "regions_of_holdings",
+    "claim_from_json", "gaps", "holders_of", "lacking", "regions_of_holdings",
 ]  # fmt: skip
 
 Regions = Boxes
@@ -211,6 +211,28 @@ def gaps(layout: Layout, holders: Mapping[str, Regions]) -> list[tuple[str, Regi
                 known[alike] = subtract(spec.whole, sorted({region for regions in found for region in regions}))
             missing.extend((spec.fqn, region) for region in known[alike])
     return missing
+
+
+def lacking(holdings: Mapping[str, Iterable[Holding]], layouts: Mapping[str, Layout], chosen: SnapshotId | None) -> str:
+    """Why `chosen` is not a newer one, in words: what the living nodes no longer have of that. "" where all is usual: a
+    snapshot that was just being made when some of its nodes went away is not worth a word if there is another one."""
+    by_node = {node: list(held) for node, held in holdings.items()}
+    for snapshot in sorted({one.snapshot for held in by_node.values() for one in held}, reverse=True):
+        if chosen is not None and snapshot <= chosen:
+            break
+        own = {node: [one for one in held if one.snapshot == snapshot] for node, held in by_node.items()}
+        damaged = {node: {fqn for one in held for fqn in one.except_} for node, held in own.items()}
+        layout = layouts.get(snapshot.digest)
+        if layout is None or not (chosen is None or any(damaged.values())):
+            continue
+        missing = gaps(layout, holders_of(snapshot, by_node, layout))
+        if missing:
+            fqn, region = missing[0]
+            more = f" and {len(missing) - 1} more regions" if len(missing) > 1 else ""
+            bad = [node for node, names in damaged.items() if fqn in names]
+            where = f" (lost or damaged on node {', '.join(bad)})" if bad else ""
+            return f"of {snapshot} no living node has a good copy of {fqn} {region}{where}{more}"
+    return ""
 
 
 def choose(holdings: Mapping[str, Iterable[Holding]], layouts: Layout | Mapping[str, Layout]) -> SnapshotId | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +18,7 @@ from file_servers import http_files
 
 from tenplexrun.core.order import DataOrder
 
-from .test_job import end
+from .test_job import end, process
 
 PROGRAMS = Path(__file__).resolve().parent.parent / "programs"
 sys.path.insert(0, str(PROGRAMS))
@@ -213,4 +215,26 @@ def test_files_that_stall_are_not_felt_while_the_window_lasts(nodes: Cluster, tm
         server.failing = 40
         nodes.progress(8)
         end(nodes)
+    check_order(nodes)
+
+
+def test_killed_views_and_stores_come_back_while_rows_are_read(nodes: Cluster, dataset: str) -> None:
+    """The order and every row are as ever; what they kept in memory is still there."""
+    for number in range(2):
+        start(nodes, number, "2:2", dataset, pause_s=0.1)
+    nodes.wait_round(0, 2)
+    held = {name: {path: path.stat().st_ino for path in home(nodes, name).glob("extent-*.bin")} for name in "ab"}
+    for name, module in (
+        ("a", "tenplexrun.vfs.server"),
+        ("b", "tenplexrun.store.server"),
+        ("b", "tenplexrun.vfs.server"),
+    ):
+        nodes.progress(3)
+        os.kill(process(nodes, name, module), signal.SIGKILL)
+    nodes.wait(lambda: len(nodes.events("*", "process_ended")) == 3, "all deaths")
+    nodes.progress(30)
+    for name in "ab":
+        assert held[name] == {path: path.stat().st_ino for path in home(nodes, name).glob("extent-*.bin")}
+        assert len(nodes.events(name, "spawned")) == 1, "no worker has noticed"
+    end(nodes)
     check_order(nodes)

@@ -180,6 +180,7 @@ def test_whole_files_are_links_into_shared_memory(mode: str, start: Callable[...
         assert [(shown / name).read_bytes()[0] for name in names] == [by_number[number] for number in ids]
         assert all((shown / name).resolve().is_relative_to(view.home / "extents") for name in names)
         assert sorted(os.listdir(shown / "files")) == ["cat", "dog"]
+    names = (later / "list.txt").read_text().splitlines()
     first = (place / "list.txt").read_text().splitlines()[0]
     with open(place / first, "rb") as reader:
         view.ask(lambda client: client.drop(1))
@@ -187,7 +188,13 @@ def test_whole_files_are_links_into_shared_memory(mode: str, start: Callable[...
         assert reader.read(1)
     described = view.ask(lambda client: client.describe(order["dataset"]))
     assert (described["num_samples"], described["sample_bytes"]) == (101, 0)
-    assert view.end(signal.SIGTERM)[0] == 0
+    expected = [(later / name).read_bytes() for name in names]
+    view.end(signal.SIGKILL)
+    shutil.rmtree(tmp_path / "pictures")  # not needed again
+    again = start(mode)
+    again.ask(lambda client: client.hello())
+    assert [(later / name).read_bytes() for name in names] == expected
+    assert again.end(signal.SIGTERM)[0] == 0
 
 
 @pytest.mark.parametrize("mode", ["fuse", "farm"])

@@ -29,7 +29,10 @@ LAYOUT = Layout(
         TensorSpec("norm", (4,), "float32"),
     )
 )
-CONFIGS = (ParallelConfig(pp=4), ParallelConfig(pp=2, dp=2), ParallelConfig(pp=2, tp=2), ParallelConfig(dp=4))
+CONFIGS = (
+    *(ParallelConfig(pp=4), ParallelConfig(pp=2, dp=2), ParallelConfig(pp=2, tp=2), ParallelConfig(dp=4)),
+    *(ParallelConfig(dp=3), ParallelConfig(pp=2), ParallelConfig(tp=2), ParallelConfig(dp=2), ParallelConfig()),
+)
 
 
 @dataclass
@@ -65,12 +68,29 @@ class Node:
         return next((slot for slot in self.slots if slot is not None and slot.step == step), None)
 
 
+@dataclass
+class Past:
+    """What a round begins with: who is left of the one before, what they hold, and how many were lost since its last
+    commit. `source`: what the round goes on from, which is there until the round's first commit."""
+
+    number: int = 0
+    names: tuple[str, ...] = ()
+    workers: tuple[int, ...] = ()
+    replicas: int = 0
+    held: dict[str, list[Holding]] = field(default_factory=dict)
+    source: SnapshotId | None = None
+    lost: int = 0
+
+
 class Life:
-    def __init__(self, seed: int) -> None:
-        self.random = random.Random(seed)
-        self.config = self.random.choice(CONFIGS)
-        self.workers = self.random.choice([(1, 1, 1, 1), (2, 2), (1, 3), (2, 1, 1)])
+    """Of one round."""
+
+    def __init__(self, seed: int, past: Past | None = None) -> None:
+        self.random, self.past = random.Random(seed), past or Past()
+        self.workers = self.past.workers or self.random.choice([(1, 1, 1, 1), (2, 2), (1, 3), (2, 1, 1)])
+        self.config = self.random.choice([one for one in CONFIGS if one.world_size == sum(self.workers)])
         self.replicas, self.until = self.random.randint(1, 4), self.random.randint(3, 14)
+        self.replicas = self.past.replicas or self.replicas
         every = Interval.parse(self.random.choice(["1", "1", "2", "3", "4s", "auto"]))
         self.owed = buddies(LAYOUT, self.config, self.workers, self.replicas)
         self.by_word = every.steps is None or any(self.owed)
@@ -213,28 +233,62 @@ class Life:
 
     # --- what must always hold -----------------------------------------------------------------------------------
 
+    def name(self, node: Node) -> str:
+        return self.past.names[node.place] if self.past.names else str(node.place)
+
     def holdings(self) -> dict[str, list[Holding]]:
         found: dict[str, list[Holding]] = {}
         for node in self.nodes:
-            found[str(node.place)] = []
+            name = self.name(node)
+            found[name] = [] if node.committed != NONE else list(self.past.held.get(name, ()))
+            if node.committed == NONE and self.past.source is not None:  # moved here when the round began
+                found[name].append(Holding(self.past.source, (Claim(self.config, tuple(node.ranks)),)))
             for slot in node.slots:
                 if slot is not None and slot.sealed:
                     claims: list[AnyClaim] = [Claim(self.config, tuple(node.ranks))]
                     if slot.buddy:
                         claims.append(BuddyClaim(self.config, self.workers, self.replicas, node.place))
-                    found[str(node.place)].append(Holding(SnapshotId(0, slot.step, LAYOUT.digest), tuple(claims)))
+                    snapshot = SnapshotId(self.past.number, slot.step, LAYOUT.digest)
+                    found[name].append(Holding(snapshot, tuple(claims)))
         return found
 
     def check(self) -> None:
         taken = sorted((rank.taken for rank in self.ranks), key=len)
         assert all(taken[-1][: len(one)] == one for one in taken), "all take the same snapshots into the same slots"
-        if self.committed == NONE:
+        due = self.due
+        if due is None:
             return
         held = self.holdings()
-        for gone in combinations(held, min(self.replicas, len(held)) - 1):
+        for gone in combinations(held, self.spare):
             snapshot = choose({node: held[node] for node in held if node not in gone}, LAYOUT)
             assert snapshot is not None, f"without {gone} nothing is left"
-            assert snapshot.step >= self.committed, f"without {gone} only {snapshot} is left, not {self.committed}"
+            assert snapshot >= due, f"without {gone} only {snapshot} is left, not {due}"
+
+    @property
+    def due(self) -> SnapshotId | None:
+        """What must not be lost."""
+        if self.committed == NONE:
+            return self.past.source
+        return SnapshotId(self.past.number, self.committed, LAYOUT.digest)
+
+    @property
+    def spare(self) -> int:
+        """So many nodes may be lost now. What were lost before the round count until its first commit."""
+        lost = self.past.lost if self.committed == NONE else 0
+        return max(0, min(self.replicas - 1 - lost, len(self.nodes) - 1))
+
+    def lose(self) -> Past:
+        """Some nodes are lost, as many as may be at the most: what the round after this begins with."""
+        count, held = self.random.randint(0, self.spare), self.holdings()
+        gone = set(self.random.sample(sorted(held), count))
+        left = [node for node in self.nodes if self.name(node) not in gone]
+        held = {name: held[name] for name in held if name not in gone}
+        source, lost = choose(held, LAYOUT), count + (self.past.lost if self.committed == NONE else 0)
+        assert self.due is None or (source is not None and source >= self.due), f"{gone}: {source}, not {self.due}"
+        if source is not None and (self.due is None or source > self.due):
+            lost = self.replicas  # a candidate that no commit has confirmed is on no more nodes than its own
+        names, workers = tuple(map(self.name, left)), tuple(len(node.ranks) for node in left)
+        return Past(self.past.number + 1, names, workers, self.replicas, held, source, lost)
 
     def moves(self) -> list[Callable[[], bool]]:
         moves: list[Callable[[], bool]] = [partial(self.advance, number) for number in range(len(self.ranks))]
@@ -242,7 +296,8 @@ class Life:
             moves += [partial(move, node) for move in (self.seal, self.replicate, self.up, self.down)]
         return moves
 
-    def run(self) -> None:
+    def stir(self) -> None:
+        """Live on for a while, in whatever order."""
         moves = self.moves()
         for _ in range(self.random.randint(0, 400)):
             self.now += self.random.random() * 0.3
@@ -252,7 +307,10 @@ class Life:
                 self.stalled = self.random.random() < 0.5
             if self.random.choice(moves)():
                 self.check()
-        self.stalled = False
+
+    def run(self) -> None:
+        self.stir()
+        moves, self.stalled = self.moves(), False
         while sum(move() for move in moves):
             self.now += 0.1
             self.check()
@@ -283,3 +341,19 @@ def test_a_buddy_that_never_delivers_does_not_stop_the_training() -> None:
             life.now += 0.1
             life.check()
         assert {rank.step for rank in life.ranks} == {life.until}, f"seed {seed}: {life.workers}"
+
+
+@pytest.mark.parametrize("block", range(2))
+def test_rounds_follow_one_another_and_nodes_are_lost_at_any_moment(block: int) -> None:
+    """What a round goes on from is there until its own first commit, whoever has heard of that."""
+    for seed in range(block * 150, (block + 1) * 150):
+        past = None
+        for number in range(4):
+            life = Life(10 * seed + number, past)
+            try:
+                life.check()
+                life.stir()
+                past = life.lose()
+            except AssertionError as error:
+                world = f"seed {seed}, round {number}: {life.config} on {life.workers}, {life.replicas} replicas"
+                raise AssertionError(f"{world}, {life.past}: {error}; {life.story}") from error

@@ -10,7 +10,7 @@ from extents_of import extents_of
 
 from tenplexrun.errors import ArenaFullError, DataError
 from tenplexrun.formats import absolute, open_dataset
-from tenplexrun.samples import Catalogue
+from tenplexrun.samples import Catalogue, Extents, Proved
 from tenplexrun.vfs import extents as extents_module
 
 
@@ -154,6 +154,24 @@ def test_samples_of_any_size_are_gathered_from_many_extents(
     for count in (0, 1, 500):
         ids = np.random.default_rng(count).integers(0, len(array), size=count)
         np.testing.assert_array_equal(found.gather(ids), array[ids])
+
+
+def test_readers_share_what_is_mapped_and_proved(tmp_path: Path) -> None:
+    array = np.random.default_rng(0).integers(0, 256, size=(1003, 1000), dtype=np.uint8)
+    np.save(tmp_path / "x.npy", array)
+    found = extents_of(f"npy:{tmp_path}/x.npy", tmp_path / "extents")
+    proved = Proved(found.catalogue)
+    first, second = (Extents(found.catalogue, found.directory, proved=proved) for _ in range(2))
+    everything = np.arange(1003)
+    first.gather(everything[500:])
+    assert proved.unproved > 0
+    np.testing.assert_array_equal(second.gather(everything), array)
+    assert proved.unproved == 0
+    np.testing.assert_array_equal(first.gather(everything[::-1]), array[::-1])
+    first.forget(0)
+    assert proved.unproved == proved.blocks
+    np.testing.assert_array_equal(second.gather(everything), array)
+    assert proved.unproved == 0
 
 
 def test_a_lost_extent_is_an_error(tmp_path: Path) -> None:
