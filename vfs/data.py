@@ -38,7 +38,7 @@ class Data:
         self.keeper = Keeper(self._remote, self.catalogue, home, neighbours, tell, self._dropped)
         self.rows = Rows(Source(self._remote, self.keeper, neighbours), self.keeper, limits, tell)
         self._window_bytes = limits.window_bytes
-        self._proved = Proved(self.catalogue)
+        self._proved = Proved(self.catalogue, self.keeper.written)
         self._readers: weakref.WeakSet[Extents] = weakref.WeakSet()
 
     def follow(self, placement: Placement | None) -> Plan:

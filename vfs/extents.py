@@ -31,7 +31,7 @@ from tenplexrun.vfs.remote import Remote
 Tell = Callable[..., None]
 EXTENT_BYTES, LEAST_EXTENT_BYTES, EXTENTS = 32 << 20, 256 << 10, 64
 _COPY_BYTES = 4 << 20
-_LOOK_S = 1.0
+_LOOK_S, _LAST_PAUSE_S = 1.0, 30.0
 _PARTIAL = ".partial"
 
 
@@ -69,6 +69,8 @@ class Keeper:
         self._remote, self.catalogue, self.home = remote, catalogue, home
         self._neighbours, self._tell, self._dropped = neighbours, tell, dropped
         self.plan: Plan | None = None
+        self.written: set[int] = set()
+        """Extents that this process has written, and which are still here."""
         self._settled = threading.Event()
         self._wake = threading.Event()
         self._stopping = False
@@ -111,7 +113,7 @@ class Keeper:
     def _run(self) -> None:
         for left in self.home.glob(f"extent-*{_PARTIAL}"):
             left.unlink()
-        told: Plan | None = None
+        told, pause = None, _LOOK_S  # type: Plan | None, float
         while not self._stopping:
             self._wake.clear()
             plan = self.plan
@@ -122,13 +124,15 @@ class Keeper:
                     if told is not plan:
                         told = plan
                         self._report(plan)
+                self._give(plan)
+                pause = _LOOK_S
+            except (DataError, ArenaFullError, OSError) as error:
+                if pause == _LOOK_S:
+                    self._tell("failed", message=f"extents cannot be fetched now, samples are, one by one: {error}")
+                pause = min(2 * pause, _LAST_PAUSE_S)
+                with contextlib.suppress(OSError):
                     self._give(plan)
-            except ArenaFullError as error:
-                self._tell("failed", message=f"{error}; until then samples are read from the dataset's own files")
-                self._wake.wait()
-            except (DataError, OSError) as error:
-                self._tell("failed", message=f"extents of {self._remote.spec} cannot be fetched now: {error}")
-            self._wake.wait(_LOOK_S)
+            self._wake.wait(pause)
 
     def _load_all(self, plan: Plan) -> bool:
         """Fetch what is missing. Returns whether all is here; a newer plan ends it."""
@@ -140,6 +144,7 @@ class Keeper:
 
     def _load(self, number: int, plan: Plan) -> None:
         partial, num_bytes = self.home / (extent_name(number) + _PARTIAL), self.catalogue.bytes_of([number])
+        self._check_budget(plan, num_bytes)
         with open(partial, "wb+") as file:
             try:
                 # Reserved first: a write to a full tmpfs through a mapping would be a SIGBUS, not an error.
@@ -159,6 +164,18 @@ class Keeper:
         (self.home / (sums_name(number) + _PARTIAL)).rename(self.home / sums_name(number))
         partial.chmod(0o400)
         partial.rename(self.home / extent_name(number))
+        self._dropped(number)  # an older file of it, if there was one
+        self.written.add(number)
+
+    def _check_budget(self, plan: Plan, num_bytes: int) -> None:
+        """A plan is of one dataset, the budget is for all. Raises ArenaFullError."""
+        budget = plan.placement.budgets[plan.placement.me]
+        taken = sum(path.stat().st_size for path in self.home.parent.glob("*/extent-*.bin"))
+        if taken + num_bytes > budget and len(plan.wanted) == len(plan.mine):
+            raise ArenaFullError(
+                f"no room for more of {self._remote.spec}: datasets have {taken} of the {budget} bytes that "
+                "--data-memory allows"
+            )
 
     def _read(self, number: int, fd: int) -> None:
         """From the dataset's own files."""
@@ -185,6 +202,7 @@ class Keeper:
         for name in (extent_name(number), sums_name(number)):
             with contextlib.suppress(FileNotFoundError):
                 (self.home / name).unlink()
+        self.written.discard(number)
         self._dropped(number)
 
     def _intact(self, number: int) -> bool:

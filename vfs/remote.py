@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import dataclasses
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 
 import numpy as np
 import numpy.typing as npt
 
 from tenplexrun.core.order import Ids
 from tenplexrun.datasets.dataset import Dataset
+from tenplexrun.errors import DataError
 from tenplexrun.formats import open_dataset
 
 THREADS = 16
@@ -47,7 +48,10 @@ class Remote:
 
         if self.dataset.pieces.remote:  # it sees to that itself
             return part(ids)
-        return np.concatenate([*self._pool.map(part, np.array_split(ids, min(THREADS, len(ids))))])
+        try:
+            return np.concatenate([*self._pool.map(part, np.array_split(ids, min(THREADS, len(ids))))])
+        except (CancelledError, RuntimeError) as error:
+            raise DataError(f"dataset {self.spec}: the view was told to stop while it read samples") from error
 
     def stop(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)

@@ -234,7 +234,7 @@ class Rows:
             batch, problem = None, ""
             try:
                 batch = self._source.fetch(chunk.ids, _key(window.order), chunk.first, chunk.stop)
-            except (DataError, OSError, RuntimeError) as error:
+            except (DataError, OSError) as error:
                 problem = str(error)
             with self._changed:
                 self._busy = None
@@ -244,7 +244,8 @@ class Rows:
                     self._drop_passed()
                 self._changed.notify_all()
                 if problem and not self._stopping:
-                    self._tell("failed", message=f"rows that are needed later cannot be fetched now: {problem}")
+                    if pause == _FIRST_PAUSE_S:
+                        self._tell("failed", message=f"rows that are needed later cannot be fetched now: {problem}")
                     self._changed.wait(pause)
             pause = min(2 * pause, _LAST_PAUSE_S) if problem else _FIRST_PAUSE_S
 

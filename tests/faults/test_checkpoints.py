@@ -243,7 +243,7 @@ def test_another_model_ends_the_job_with_the_names(cluster: Cluster, home: Path)
 
 @pytest.mark.slow
 def test_nodes_come_and_go_and_each_checkpoint_is_whole(cluster: Cluster, home: Path) -> None:
-    command = job(home, 150, "--pause", "0.05")
+    command = job(home, 500, "--pause", "0.05")
     common = ["--nnodes=1:3", "--nproc-per-node=1", "--max-restarts=9", f"--checkpoint-dir={home / 'ck'}"]
     common += ["--checkpoint-every=2", "--checkpoint-keep=1000"]
     cluster.start("a", "127.0.0.1", common, command)
@@ -253,11 +253,14 @@ def test_nodes_come_and_go_and_each_checkpoint_is_whole(cluster: Cluster, home: 
     seen = len(complete(home))
     cluster.wait(lambda: len(complete(home)) > seen + 3, "checkpoints without b")
     cluster.start("c", "127.0.0.3", common, command)
+    joined = cluster.event("c", "joined")["node"]
+    cluster.wait(lambda: [one for one in cluster.events(kind="round") if joined in one["nodes"]], "a round with c")
     cluster.kill_worker("a", 0)
     assert {cluster.exit_code(name) for name in "ac"} == {0}
-    expected = alone(home, 150)
+    expected = alone(home, 500)
     assert {number: one["ids"] for number, one in steps(home).items()} == {n: one["ids"] for n, one in expected.items()}
     deadline = time.monotonic() + 600
-    for step in complete(home)[::7]:
+    found = complete(home)
+    for step in found[:: len(found) // 10]:
         assert time.monotonic() < deadline
         loaded(home, str(home / "ck" / f"step-{step:09d}"))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,9 +16,10 @@ from cluster import Cluster
 from etcd_servers import EtcdServer, scratch
 from file_servers import http_files
 
+from tenplexrun.agent.sweep import sweep
 from tenplexrun.core.order import DataOrder
 
-from .test_job import end
+from .test_job import end, process
 
 PROGRAMS = Path(__file__).resolve().parent.parent / "programs"
 sys.path.insert(0, str(PROGRAMS))
@@ -42,6 +45,7 @@ def nodes(tmp_path: Path) -> Iterator[Cluster]:
                 yield cluster
         finally:
             etcd.kill()
+            sweep()  # after the node that is killed as a whole
 
 
 @pytest.fixture
@@ -77,10 +81,14 @@ def numbers(cluster: Cluster, name: str) -> set[int]:
     return {int(path.name[7:12]) for path in home(cluster, name).glob("extent-*.bin")}
 
 
-def taken(cluster: Cluster, name: str) -> int:
+def ahead_bytes(cluster: Cluster, name: str) -> int:
+    return taken(cluster, name, "ahead-*.rows")
+
+
+def taken(cluster: Cluster, name: str, pattern: str = "*") -> int:
     """Bytes of rows and extents in a node's shared memory."""
     total = 0
-    for path in home(cluster, name).iterdir():
+    for path in home(cluster, name).glob(pattern):
         try:
             total += path.stat().st_size
         except FileNotFoundError:
@@ -203,6 +211,8 @@ def test_files_that_stall_are_not_felt_while_the_window_lasts(nodes: Cluster, tm
             assert (event["owned"], event["unowned"]) == (8, EXTENTS - 16)
         nodes.wait_round(0, 2)
         nodes.progress(6)
+        # of a full window, 760 KiB lie ahead and up to 190 behind; eight steps take 290
+        nodes.wait(lambda: all(ahead_bytes(nodes, name) >= 640 << 10 for name in "ab"), "full windows")
         server.gate.clear()
         nodes.progress(8)
         assert not server.gate.is_set()
@@ -213,4 +223,26 @@ def test_files_that_stall_are_not_felt_while_the_window_lasts(nodes: Cluster, tm
         server.failing = 40
         nodes.progress(8)
         end(nodes)
+    check_order(nodes)
+
+
+def test_killed_views_and_stores_come_back_while_rows_are_read(nodes: Cluster, dataset: str) -> None:
+    """The order and every row are as ever; what they kept in memory is still there."""
+    for number in range(2):
+        start(nodes, number, "2:2", dataset, pause_s=0.1)
+    nodes.wait_round(0, 2)
+    held = {name: {path: path.stat().st_ino for path in home(nodes, name).glob("extent-*.bin")} for name in "ab"}
+    for name, module in (
+        ("a", "tenplexrun.vfs.server"),
+        ("b", "tenplexrun.store.server"),
+        ("b", "tenplexrun.vfs.server"),
+    ):
+        nodes.progress(3)
+        os.kill(process(nodes, name, module), signal.SIGKILL)
+    nodes.wait(lambda: len(nodes.events("*", "process_ended")) == 3, "all deaths")
+    nodes.progress(30)
+    for name in "ab":
+        assert held[name] == {path: path.stat().st_ino for path in home(nodes, name).glob("extent-*.bin")}
+        assert len(nodes.events(name, "spawned")) == 1, "no worker has noticed"
+    end(nodes)
     check_order(nodes)

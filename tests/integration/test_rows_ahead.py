@@ -1,0 +1,170 @@
+"""Rows that a node does not keep: from the dataset's files, ahead of who reads them, within bounds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tenplexrun.core.extents import Placement
+from tenplexrun.core.order import DataOrder
+from tenplexrun.errors import DataError
+from tenplexrun.samples import Extents
+from tenplexrun.vfs.data import Data
+from tenplexrun.vfs.remote import Remote
+from tenplexrun.vfs.rows import Limits
+
+SAMPLES, SIZE = 4096, 1024
+ORDER = DataOrder(SAMPLES, 3, 32, 4)
+DEADLINE_S = 60.0
+
+Open = Callable[..., Data]
+
+
+def until(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.01)
+
+
+def alone(budget: int) -> Placement:
+    return Placement("a", {"a": ""}, {"a": budget}, {})
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> np.ndarray:
+    rows = np.random.default_rng(0).integers(0, 256, size=(SAMPLES, SIZE), dtype=np.uint8)
+    np.save(tmp_path / "rows.npy", rows)
+    return rows
+
+
+@pytest.fixture
+def told() -> list[dict[str, Any]]:
+    return []
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The ids of rows that are read from the files, one by one."""
+    found: list[int] = []
+    gather = Remote.gather
+
+    def counting(self: Remote, ids: np.ndarray) -> np.ndarray:
+        values = gather(self, ids)
+        found.extend(ids.tolist())
+        return values
+
+    monkeypatch.setattr(Remote, "gather", counting)
+    return found
+
+
+@pytest.fixture
+def open_data(tmp_path: Path, rows: np.ndarray, told: list[dict[str, Any]]) -> Iterator[Open]:
+    opened: list[Data] = []
+
+    def open_data(name: str = "rows", window: int = 256 << 10, patience_s: float = 60.0) -> Data:
+        def tell(kind: str, **fields: Any) -> None:
+            told.append({"kind": kind, **fields})
+
+        limits = Limits(window, patience_s)
+        opened.append(Data(f"npy:{tmp_path}/{name}.npy", tmp_path / "extents", ("", None), limits, tell))
+        return opened[-1]
+
+    yield open_data
+    for data in opened:
+        data.stop()
+
+
+def reader(data: Data, budget: int, rank: int = 0, size: int = 1, consumed: int = 0, name: str = "v") -> Extents:
+    plan = data.follow(alone(budget))
+    data.keeper.wait(DEADLINE_S)
+    return data.reader(name, plan, ORDER, rank, size, consumed)
+
+
+def files_bytes(data: Data) -> int:
+    return sum(path.stat().st_size for path in data.keeper.home.glob("ahead-*.rows"))
+
+
+def test_an_epoch_is_read_through_the_window(open_data: Open, rows: np.ndarray, read: list[int]) -> None:
+    """Each row that is not kept is read once from the files, and the memory for them stays bounded."""
+    data = open_data()
+    extents = reader(data, 1 << 20)
+    assert sum(path.stat().st_size for path in data.keeper.home.glob("extent-*.bin")) == 1 << 20
+    begin = 0
+    while begin < SAMPLES:
+        ids, _, _ = ORDER.share(begin, 0, 1)
+        np.testing.assert_array_equal(extents.gather(ids, begin), rows[ids])
+        assert files_bytes(data) <= 2 * (256 << 10)
+        begin = ORDER.step(begin).stop
+    numbers = np.arange(SAMPLES) // data.catalogue.samples_per_extent
+    absent = np.flatnonzero(~np.isin(numbers, extents.here)).tolist()
+    assert set(read) == set(absent)
+    assert len(read) <= len(absent) + 2 * 256, "but for what the next epoch begins with, once"
+
+
+def test_a_change_of_layout_keeps_what_was_fetched(open_data: Open, rows: np.ndarray, read: list[int]) -> None:
+    data = open_data()
+    reader(data, 0)
+    until(lambda: len(read) >= 224)  # the window has 248 rows
+    until(lambda: data.rows._next() is None and data.rows._busy is None)
+    before = set(read)
+    data.rows.close("v")
+    half = reader(data, 0, rank=1, size=2, consumed=64, name="w")
+    ids, _, _ = ORDER.share(64, 1, 2)
+    np.testing.assert_array_equal(half.gather(ids, 64), rows[ids])
+    until(lambda: len(read) > len(before))
+    until(lambda: data.rows._next() is None and data.rows._busy is None)
+    assert len(read) == len(set(read)), "nothing was read twice"
+    assert set(ids.tolist()) <= before
+
+
+def test_any_rows_may_be_asked_for(open_data: Open, rows: np.ndarray) -> None:
+    extents = reader(open_data(), 1 << 20)
+    for seed in range(20):
+        ids = np.random.default_rng(seed).integers(0, SAMPLES, size=seed * 7 + 1)
+        np.testing.assert_array_equal(extents.gather(ids, None if seed % 2 else seed * 640), rows[ids])
+    with pytest.raises(BlockingIOError):
+        extents.gather(np.arange(SAMPLES), None, wait=False)
+
+
+def test_files_that_are_gone_are_an_error_where_a_row_is_needed(
+    open_data: Open, rows: np.ndarray, tmp_path: Path, told: list[dict[str, Any]]
+) -> None:
+    data = open_data(patience_s=0.5)
+    extents = reader(data, 0)
+    ids, _, _ = ORDER.share(0, 0, 1)
+    np.testing.assert_array_equal(extents.gather(ids, 0), rows[ids])
+    until(lambda: data.rows._next() is None and data.rows._busy is None)
+    (tmp_path / "rows.npy").rename(tmp_path / "gone.npy")
+    for opened in (data._remote.dataset, *([data._remote._own()])):
+        opened.pieces._files.clear()
+    data._remote._local = type(data._remote._local)()
+    ids, _, _ = ORDER.share(32, 0, 1)
+    np.testing.assert_array_equal(extents.gather(ids, 32), rows[ids])
+    until(lambda: any("needed later cannot be fetched" in one.get("message", "") for one in told))
+    far, _, _ = ORDER.share(2048, 0, 1)
+    with pytest.raises(DataError, match=r"rows\.npy.*tried again for 0\.5 s"):
+        extents.gather(far, 2048)
+    (tmp_path / "gone.npy").rename(tmp_path / "rows.npy")
+    np.testing.assert_array_equal(extents.gather(far, 2048), rows[far])
+
+
+def test_datasets_share_the_budget(
+    open_data: Open, rows: np.ndarray, tmp_path: Path, told: list[dict[str, Any]]
+) -> None:
+    np.save(tmp_path / "more.npy", rows[::-1])
+    first = reader(open_data(), 3 << 20)
+    second = open_data("more")
+    plan = second.follow(alone(3 << 20))
+    until(lambda: any("no room for more of npy:" in one.get("message", "") for one in told))
+    extents = second.reader("w", plan, ORDER, 0, 1, 0)
+    total = sum(path.stat().st_size for path in (tmp_path / "extents").glob("*/extent-*.bin"))
+    assert total == 3 << 20
+    ids = np.arange(0, SAMPLES, 5)
+    np.testing.assert_array_equal(extents.gather(ids), rows[::-1][ids])
+    np.testing.assert_array_equal(first.gather(ids), rows[ids])
