@@ -87,7 +87,7 @@ class _Memory:
         if changed := sorted({spec.fqn for spec in self._layout.tensors} ^ tensors.keys()):
             name = changed[0].removeprefix(_own(""))
             raise LayoutError(
-                f"the state has other tensors than when it was first saved in this round ({name} came or went); keep them"
+                f"the state has other tensors than at its first save in this round ({name} came or went); keep them"
             )
         step = self._step + 1 if step is None else step
         if step <= self._step:
