@@ -196,6 +196,12 @@ def load(spec: str, directory: Path, stop: threading.Event) -> Files | Packs:
 
 def _copy(dataset: Dataset, home: Path, stop: threading.Event) -> None:
     names = file_names(dataset)
+    for name in names:
+        if len(name.splitlines()) > 1:
+            raise DataError(
+                f"dataset {dataset.spec}: the name {name!r} has more than one line, and list.txt names a file a line; "
+                "rename it, or leave it out with exclude=NAME"
+            )
     framing = Framing() if names else _FRAMINGS.get(format_of(dataset.spec), Framing())
     with appearing(home) as partial:
         blocks = _read(dataset, framing, stop)

@@ -6,6 +6,7 @@ import functools
 import io
 import json
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -74,7 +75,7 @@ def json_file(record: dict[str, Any], indent: int | None = 1) -> File:
 
 
 def text_file(text: str) -> File:
-    data = text.encode()
+    data = os.fsencode(text)  # names of files, whatever bytes they have
     return File(len(data), lambda offset, count: data[offset : offset + count])
 
 

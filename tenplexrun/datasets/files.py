@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import glob as globbing
 import io
 import mmap
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, cast
@@ -63,28 +64,47 @@ class Source:
 def _local(root: str, pattern: str) -> dict[str, Piece]:
     if not os.path.isdir(root):
         return {"": whole(root)}
-    names = globbing.glob(pattern, root_dir=root, recursive=True)
+    if "**" in pattern.split("/"):
+        fits = _fits(pattern)
+        names = [name for name in _below(root) if fits(name)]
+    else:
+        names = globbing.glob(pattern, root_dir=root)
     paths = {name: os.path.join(root, name) for name in names}
     return {name: whole(path) for name, path in paths.items() if os.path.isfile(path)}
+
+
+def _below(root: str, folder: str = "", way: tuple[str, ...] = ()) -> Iterator[str]:
+    """The names of what is below a folder and no folder. Links are followed, but not back to where the way has been:
+    two such links have glob never end."""
+    here = os.path.realpath(os.path.join(root, folder))
+    if here in way:
+        return
+    with contextlib.suppress(PermissionError), os.scandir(here) as entries:
+        for entry in entries:
+            if os.path.isdir(entry.path) if entry.is_symlink() else entry.is_dir():
+                yield from _below(root, f"{folder}{entry.name}/", (*way, here))
+            else:
+                yield f"{folder}{entry.name}"
 
 
 def _remote(root: str, pattern: str) -> dict[str, Piece]:
     if remote.is_file(root):
         return {"": whole(root)}
-    from fsspec.utils import glob_translate
-
-    fits = re.compile(glob_translate(pattern)).match
-    found = {name: size for name, size in remote.files_below(root).items() if fits(name) and _is_seen(name, pattern)}
+    fits = _fits(pattern)
+    found = {name: size for name, size in remote.files_below(root).items() if fits(name)}
     urls = {name: f"{root.rstrip('/')}/{name}" for name in found}
     unknown = [name for name, size in found.items() if size is None]
     sizes = {**found, **dict(zip(unknown, remote.sizes([urls[name] for name in unknown]), strict=True))}
     return {name: Piece(urls[name], 0, cast(int, size)) for name, size in sizes.items()}
 
 
-def _is_seen(name: str, pattern: str) -> bool:
-    """As `glob` does, hidden files are left out, if the pattern does not begin a name with a dot, too."""
-    hidden = any(part.startswith(".") for part in name.split("/"))
-    return not hidden or any(part.startswith(".") for part in pattern.split("/"))
+def _fits(pattern: str) -> Callable[[str], bool]:
+    """Whether a name is one that `glob` would find: it leaves hidden files out, if the pattern does not begin a name
+    with a dot, too."""
+    from fsspec.utils import glob_translate
+
+    match, dotted = re.compile(glob_translate(pattern)).match, pattern.startswith(".") or "/." in pattern
+    return lambda name: match(name) is not None and (dotted or not (name.startswith(".") or "/." in name))
 
 
 def size_of(path: str) -> int:

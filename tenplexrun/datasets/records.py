@@ -39,6 +39,9 @@ def open_images(source: Source) -> Dataset:
     """A sample is (pixels uint8 [height, width, channels], label): a file below a folder that is named like its class;
     labels number the classes in sorted order. `mode` is Pillow's, RGB if not given; L leaves the channels out."""
     files = [piece for piece in source.files() if piece.path.lower().endswith(_IMAGES)]
+    for piece in files:
+        if not piece.num_bytes:
+            raise DataError(f"{piece.path} is empty, which no image is: restore it, or leave it out with exclude=NAME")
     of_file = [source.relative(piece).rpartition("/")[0].partition("/")[0] for piece in files]
     classes, labels = np.unique(np.array(of_file, dtype=object), return_inverse=True)
     mode = source.option("mode", "RGB")

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from torch.futures import Future
 
-from tenplexrun.core import durable
+from tenplexrun.core import durable, records
 from tenplexrun.core import values as plain
 from tenplexrun.core.layout import Layout
 from tenplexrun.core.pace import Interval, Turns
@@ -78,18 +78,22 @@ class _Memory:
         """Take a snapshot. Raises LayoutError, UsageError, ArenaFullError; RoundStopped where the round ends."""
         tensors = {_own(name): tensor for name, tensor in flat.items() if isinstance(tensor, torch.Tensor)}
         others = {name: value for name, value in flat.items() if not isinstance(value, torch.Tensor)}
+        consumed = records.whole(others.get("consumed", 0), "`consumed`, the samples read so far,")
         values = plain.encode({durable.DCP: others})
         if self._boundary is None:
             self._begin(tensors, values)
         boundary = self._boundary
         assert boundary is not None
-        if {spec.fqn for spec in self._layout.tensors} < tensors.keys():
-            raise LayoutError("the state has more tensors than when it was first saved in this round; keep its names")
+        if changed := sorted({spec.fqn for spec in self._layout.tensors} ^ tensors.keys()):
+            name = changed[0].removeprefix(_own(""))
+            raise LayoutError(
+                f"the state has other tensors than at its first save in this round ({name} came or went); keep them"
+            )
         step = self._step + 1 if step is None else step
         if step <= self._step:
             raise UsageError(f"step {step} was saved after step {self._step}; give steps that grow, or none")
         self._step = step
-        position = {"step": step, "consumed": others.get("consumed", 0)}
+        position = {"step": step, "consumed": consumed}
         self._now = {name: local(tensor).detach() for name, tensor in tensors.items()}, {**values, **position}
         boundary.after(step)
 

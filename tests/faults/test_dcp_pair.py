@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from cluster import Cluster
@@ -70,6 +71,37 @@ def test_it_goes_on_at_another_tp_from_a_durable_checkpoint(cluster: Cluster, tm
     assert plain["step"] == int(newest.name.removeprefix("step-")) > 9
     assert plain["model"]["0.weight"].abs().min() > 0
     check(losses(tmp_path), alone(cluster, tmp_path / "alone", 14))
+
+
+CHANGING = """
+import sys
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import tenplexrun
+
+dist.init_process_group("gloo")
+state = {"a": torch.ones(3), "b": torch.ones(5), "consumed": 0}
+dcp.save(state, storage_writer=tenplexrun.StorageWriter())
+exec(sys.argv[1])
+dcp.save(state, storage_writer=tenplexrun.StorageWriter())
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("del state['b']", r"\(b came or went\)"),
+        ("state['c'] = state.pop('b')", r"\(b came or went\)"),
+        ("state['consumed'] = 'many'", "`consumed`, the samples read so far, should be a whole number"),
+    ],
+)
+def test_what_cannot_be_saved_is_said_by_the_save(cluster: Cluster, tmp_path: Path, change: str, message: str) -> None:
+    (tmp_path / "changing.py").write_text(CHANGING)
+    flags = ["--nnodes=1", "--nproc-per-node=1"]
+    cluster.start("a", "127.0.0.1", flags, [str(tmp_path / "changing.py"), change])
+    assert cluster.exit_code("a") != 0
+    assert re.search(f"LayoutError: .*{message}", cluster.log("a"))
 
 
 def test_without_the_launcher_it_says_what_to_do() -> None:

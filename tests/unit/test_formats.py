@@ -83,6 +83,28 @@ def test_bad_names_say_what_is_wrong(spec: str, message: str, texts: Path) -> No
         open_dataset(spec.format(texts=texts))
 
 
+def test_links_that_lead_back_are_not_followed_and_others_are(texts: Path, tmp_path: Path) -> None:
+    spec = f"bytes:{texts}?glob=**/*.py&sample_bytes=1"
+    before = open_dataset(spec).num_samples
+    (texts / "b" / "back").symlink_to("..")
+    (texts / "b" / "self").symlink_to(".")
+    (texts / "nothing.py").symlink_to("nowhere.py")
+    assert open_dataset(spec).num_samples == before
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "new.py").write_bytes(b"12345")
+    (texts / "c").symlink_to(tmp_path / "elsewhere")
+    assert open_dataset(spec).num_samples == before + 5
+
+
+def test_an_empty_image_is_named(tmp_path: Path) -> None:
+    (tmp_path / "cat").mkdir()
+    (tmp_path / "cat" / "x.png").write_bytes(b"never looked at")
+    (tmp_path / "cat" / "empty.png").touch()
+    with pytest.raises(DataError, match=r"cat/empty\.png is empty"):
+        open_dataset(f"images:{tmp_path}")
+    assert len(open_dataset(f"images:{tmp_path}?exclude=cat/empty.png")) == 1
+
+
 def test_arrays_without_plain_rows_are_refused(tmp_path: Path) -> None:
     arrays = {
         "fortran": np.asfortranarray(np.ones((2, 3))),

@@ -169,6 +169,28 @@ def test_whole_files_are_links_by_class_and_row(source: Path, tmp_path: Path) ->
     assert (index["rows"], index["files"], index["samples"]["classes"]) == (len(ids), "files", folders)
 
 
+def test_names_of_files_may_be_any_bytes_but_not_several_lines(source: Path, tmp_path: Path) -> None:
+    names = ["cat a/im 1.png", "ünï☃/x.png", os.fsdecode(b"caf\xe9/\xff.png"), "-rf/--x.png", "'q\"$`/*.png"]
+    for name in names:
+        (source / name).parent.mkdir()
+        (source / name).write_bytes(os.fsencode(name))
+    samples = mixed.load(f"images:{source}", tmp_path / "extents", GOING)
+    farm = Farm(tmp_path / "view")
+    farm.start()
+    order = DataOrder(len(names), 5, len(names), 1)
+    farm.show("dp-0000", "round-0", tree(window(order, 0, 1, 0), samples), current=True)
+    place = tmp_path / "view" / "dp-0000" / "current"
+    shown = os.fsdecode((place / "list.txt").read_bytes()).splitlines()
+    originals = [os.fsdecode((place / name).read_bytes()) for name in shown]
+    assert sorted(originals) == sorted(names)
+    assert [name.replace("/0000000", "/").partition("/")[2] for name in shown] == [
+        name.replace("/", f"/{row}-") for row, name in enumerate(originals)
+    ]
+    (source / "cat a" / "two\nlines.png").write_bytes(b"x")
+    with pytest.raises(DataError, match=r"two\\nlines\.png.* more than one line"):
+        mixed.load(f"images:{source}?glob=**/*.png", tmp_path / "extents", GOING)
+
+
 def test_a_class_without_a_row_keeps_its_folder(source: Path, tmp_path: Path) -> None:
     """Else labels by the folders' order would be others on each rank."""
     samples = mixed.load(images(source), tmp_path / "extents", GOING)
