@@ -54,5 +54,9 @@ def tell(events: EventLog, record: Mapping[str, Any]) -> None:
             f"of {whole / mebi:.1f} MiB (up to {record['budget'] / mebi:.0f} MiB may be)"
         )
     moved = f"; {record['moved'] / mebi:.1f} MiB fetched, {record['from_peers'] / mebi:.1f} of them from other nodes"
-    unowned = f"; {record['unowned']} extents fit into no node and stay remote" if record["unowned"] else ""
+    unowned = (
+        f"; {record['unowned']} extents fit into no node: these samples are read from its own files"
+        if record["unowned"]
+        else ""
+    )
     events.say(what + moved + unowned)

@@ -155,7 +155,7 @@ class FilesSession(Session):
 def pack(folder: Path, slot: io.BufferedRandom, offset: int, row_bytes: int) -> None:
     """Write `folder` as a tar into the row at `offset`. Raises ArenaFullError where it does not fit, StoreError."""
     slot.seek(offset + files.LENGTH.size)
-    bounded = _Bounded(slot, offset + row_bytes, folder)
+    bounded = _Bounded(slot, offset, row_bytes, folder)
     try:
         # typeshed wants a whole file; to write a tar takes `write` and `tell`
         with tarfile.open(fileobj=bounded, mode="w", dereference=True) as tar:  # type: ignore[call-overload]
@@ -189,13 +189,16 @@ def unpack(index_path: Path, rank: int, row_bytes: int, folder: Path) -> None:
 
 
 class _Bounded:
-    """Writes on to a file, up to `end`."""
+    """Writes on to a file, up to `num_bytes` after `start`."""
 
-    def __init__(self, file: io.BufferedRandom, end: int, folder: Path) -> None:
-        self._file, self._end, self._folder = file, end, folder
+    def __init__(self, file: io.BufferedRandom, start: int, num_bytes: int, folder: Path) -> None:
+        self._file, self._end, self._num_bytes, self._folder = file, start + num_bytes, num_bytes, folder
         self.tell: Callable[[], int] = file.tell
 
     def write(self, data: bytes) -> int:
         if self._file.tell() + len(data) > self._end:
-            raise ArenaFullError(f"{self._folder} holds more than --state-files allows a rank; allow more")
+            raise ArenaFullError(
+                f"{self._folder} holds more than the {self._num_bytes} bytes that --state-files allows a rank; "
+                "allow more"
+            )
         return self._file.write(data)

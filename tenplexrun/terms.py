@@ -20,6 +20,7 @@ def terms_of(spec: JobSpec) -> dict[str, str]:
         "--mesh-order": "-".join(sizes.order),
         "--snapshot-every": spec.snapshot_every,
         "--state-files": spec.state_bytes,
+        "--view-window": spec.view_window_bytes,
         "--replicas": spec.replicas,
         "--replica-check": spec.replica_check,
         "--max-restarts": spec.max_restarts,

@@ -126,9 +126,12 @@ class Keeper:
                         self._report(plan)
                 self._give(plan)
                 pause = _LOOK_S
-            except (DataError, ArenaFullError, OSError) as error:
+            except Exception as error:  # a dataset's library has its own; this thread must live on
                 if pause == _LOOK_S:
-                    self._tell("failed", message=f"extents cannot be fetched now, samples are, one by one: {error}")
+                    self._tell(
+                        "failed",
+                        message=f"extents cannot be fetched now, samples are, one by one: {error or repr(error)}",
+                    )
                 pause = min(2 * pause, _LAST_PAUSE_S)
                 with contextlib.suppress(OSError):
                     self._give(plan)

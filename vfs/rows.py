@@ -234,8 +234,8 @@ class Rows:
             batch, problem = None, ""
             try:
                 batch = self._source.fetch(chunk.ids, _key(window.order), chunk.first, chunk.stop)
-            except (DataError, OSError) as error:
-                problem = str(error)
+            except Exception as error:  # a dataset's library has its own; readers would wait for a dead thread
+                problem = str(error) or repr(error)
             with self._changed:
                 self._busy = None
                 if batch is not None:

@@ -177,7 +177,7 @@ class DataOrder:
         if changed:
             raise DataError(
                 f"this is not the data the job was reading: {'; '.join(changed)}. Give the same dataset, seed, order "
-                "and micro_batch as before, or start a new run"
+                "and micro_batch as before, or start a new run (with another --checkpoint-dir, if there is one)"
             )
 
     def to_json(self) -> dict[str, Any]:

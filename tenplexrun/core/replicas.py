@@ -38,8 +38,9 @@ class Disagreement:
     def __str__(self) -> str:
         groups = " against ".join(", ".join(group) for group in self.nodes)
         return (
-            f"{self.fqn} {self.region} differs between replicas: {groups}; if two stages use one name for different "
-            "tensors give them global names, if it may differ (as buffers under DDP) declare replicas='first'"
+            f"{self.fqn} {self.region} differs between the replicas on nodes {groups}: some rank has changed it by "
+            "itself, or a machine computes wrongly; if two stages use one name for different tensors give them global "
+            "names, if it may differ (as buffers under DDP) declare replicas='first'"
         )
 
 

@@ -62,7 +62,7 @@ def _after_failure(view: View, round_: Round, settings: Settings, failure: Failu
     unproven = round_.fallback
     if unproven is not None and all(ack.committed is None for ack in view.acks.values()):
         # The layout was somebody's wish and never got as far as a snapshot: go back to the one that worked, free.
-        back = f"{cause.detail}; back to {unproven}, the layout asked for never ran"
+        back = f"{cause.detail}; back to the sizes before, the layout asked for never ran"
         failed = replace(round_, sizes=unproven, fallback=None, first_failure=failure)
         return regather(view, failed, settings, Cause("resize", back, failure.at), stop)
     if round_.failures >= settings.max_restarts and len(round_.participants) == 1:

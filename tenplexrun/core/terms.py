@@ -9,7 +9,7 @@ BINDING = frozenset(
     {
         *("--pp", "--cp", "--ep", "--tp", "--etp", "--dp-shard", "--mesh-order", "--tls-ca"),
         *("--snapshot-every", "--state-files", "--checkpoint-dir", "--checkpoint-from"),
-        *("--global-batch", "--micro-batch", "--data-seed"),
+        *("--global-batch", "--micro-batch", "--data-seed", "--view-window"),
     }
 )
 """With others than the job's a node would wait for what never comes, or compute something else. The rest may differ: of

@@ -215,6 +215,7 @@ def _wait_or_raise(url: str, error: BaseException, attempt: int) -> None:
         raise DataError(f"{url}: {reason}; correct the URL, or fsspec's settings for it") from error
     if attempt == len(PAUSES_S):
         raise DataError(
-            f"{url}: {reason}, also at attempt {attempt + 1}; is its server up, and reached from this node?"
+            f"{url}: {reason}, also at attempt {attempt + 1}; is its server up, reached from this node, and does it "
+            "allow this?"
         ) from error
     time.sleep(PAUSES_S[attempt])

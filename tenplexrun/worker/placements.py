@@ -37,6 +37,10 @@ Rules = Mapping[str, Rule | Sequence[Op]]
 """fqn pattern (as in `fnmatch`) → how such tensors are partitioned. The first match wins."""
 
 
+USUAL = {"data": "dp", "ddp": "dp", "fsdp": "dp", "context": "cp", "sequence": "cp", "tensor": "tp", "model": "tp"}
+"""Names of mesh dims, for those of size 1: their ranks do not say along which axis they would grow."""
+
+
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a tensor, sharing its memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -79,7 +83,8 @@ def _ops_of(fqn: str, tensor: DTensor, config: ParallelConfig) -> tuple[Shard, .
     """Placements as operations in nesting order.
 
     Mesh dims nest from left to right, but for `_StridedShard`: FSDP over TP puts the mesh dim on the left inside those
-    on its right that shard the same dim, and `split_factor` is the number of their parts.
+    on its right that shard the same dim, and `split_factor` is the number of their parts. Where that is 1, torch says
+    `Shard`; they nest alike all the same, so that the state has one layout whatever the sizes are.
     """
     axes = _axes_of(fqn, tensor.device_mesh, config)
     ops: list[Shard] = []
@@ -87,16 +92,15 @@ def _ops_of(fqn: str, tensor: DTensor, config: ParallelConfig) -> tuple[Shard, .
         placement = tensor.placements[dim]
         if not axes[dim]:
             continue  # a dim of size 1
-        if isinstance(placement, _StridedShard):
-            inner = [config.size(axis) for op in ops if op.dim == placement.dim for axis in op.axes]
-            if placement.split_factor != torch.Size(inner).numel():
+        if isinstance(placement, _StridedShard | DTensorShard):
+            outer = [config.size(axis) for op in ops if op.dim == placement.dim for axis in op.axes]
+            if isinstance(placement, _StridedShard) and placement.split_factor != prod(outer):
                 raise LayoutError(
                     f"tensor {fqn}: {placement} is interleaved in {placement.split_factor} parts, but the mesh "
-                    f"dims on its right make {torch.Size(inner).numel()}; shard it in another order"
+                    f"dims on its right make {prod(outer)}; shard it in another order"
                 )
-            ops.append(Shard(placement.dim, axes[dim], "ceil"))
-        elif isinstance(placement, DTensorShard):
-            ops.insert(0, Shard(placement.dim, axes[dim], "ceil"))
+            inside = isinstance(placement, _StridedShard) or (bool(outer) and prod(outer) == 1)
+            ops.insert(len(ops) if inside else 0, Shard(placement.dim, axes[dim], "ceil"))
         elif not isinstance(placement, Replicate):
             raise LayoutError(
                 f"tensor {fqn} is {placement} over {'·'.join(axes[dim])!r}: an unreduced sum is no state; "
@@ -112,7 +116,12 @@ def _axes_of(fqn: str, mesh: DeviceMesh, config: ParallelConfig) -> list[tuple[s
     if names and all(name in ALL_AXES and mesh.size(dim) == config.size(name) for dim, name in enumerate(names)):
         return [(name,) for name in names]
     lines = [mesh.mesh.movedim(dim, 0).reshape(mesh.size(dim), -1)[:, 0].tolist() for dim in range(mesh.ndim)]
-    found = [_along(line, config) for line in lines] if not {*names} & {*ALL_AXES} else [None]
+    found: list[tuple[str, ...] | None] = (
+        [_along(line, config) for line in lines] if not {*names} & {*ALL_AXES} else [None]
+    )
+    for dim, axis in enumerate(map(USUAL.get, names)):
+        if found[dim] == () and axis is not None and config.size(axis) == 1:
+            found[dim] = (axis,)
     if None in found:
         raise LayoutError(
             f"tensor {fqn} lies on a mesh with the axes {names} of sizes {tuple(mesh.shape)}; "

@@ -29,7 +29,7 @@ def test_a_replica_that_drifts_is_told_by_name_and_once(cluster: Cluster, replic
     assert len(later) == len(set(later))
     assert "2.weight" not in later
     both = "".join(map(cluster.log, "ab"))
-    assert both.count("step 8: 2.weight [0:1, 0:32] differs between replicas: ") == 1
+    assert both.count("step 8: 2.weight [0:1, 0:32] differs between the replicas on nodes ") == 1
 
 
 def test_strict_ends_the_job_with_the_name(cluster: Cluster) -> None:

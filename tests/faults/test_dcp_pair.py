@@ -54,6 +54,21 @@ def test_a_worker_and_a_node_are_killed(cluster: Cluster, tmp_path: Path) -> Non
     check(losses(tmp_path), alone(cluster, tmp_path / "alone", 60))
 
 
+def test_tensor_parallelism_is_raised_from_one_while_it_runs(cluster: Cluster, tmp_path: Path) -> None:
+    """FSDP over TP: what no placement says at tp=1 is known by the usual names of mesh dims."""
+    flags, command = ["--nnodes=2", "--nproc-per-node=2"], [PROGRAM, str(tmp_path), "40", "--pause=0.2"]
+    cluster.start("a", "127.0.0.1", flags, command)
+    cluster.start("b", "127.0.0.2", flags, command)
+    cluster.wait(lambda: len(losses(tmp_path)) > 4, "some steps")
+    answer = cluster.ctl("resize", "--tp=2")
+    assert answer.returncode == 0, answer.stderr
+    assert cluster.exit_code("a") == cluster.exit_code("b") == 0
+    running = [event for event in cluster.events("a", kind="round") if event["phase"] == "running"]
+    assert [event["parallel"]["tp"] for event in running] == [1, 2], "it ran, and was not taken back"
+    assert running[1]["step"] > 0
+    check(losses(tmp_path), alone(cluster, tmp_path / "alone", 40))
+
+
 def test_it_goes_on_at_another_tp_from_a_durable_checkpoint(cluster: Cluster, tmp_path: Path) -> None:
     command = [PROGRAM, str(tmp_path)]
     durable = [f"--checkpoint-dir={tmp_path / 'ck'}", "--checkpoint-every=4", "--nnodes=1"]

@@ -100,7 +100,7 @@ class Driver:
     def fresh(self, arguments: Sequence[str], cwd: Path, env: Mapping[str, str]) -> Outcome:
         """The same in a fresh interpreter, as torchrun starts it."""
         argv = [sys.executable, "-u", *arguments]
-        done = subprocess.run(argv, cwd=cwd, env=env, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(argv, cwd=cwd, env=env, capture_output=True, text=True, timeout=DEADLINE_S)
         return Outcome(done.returncode, done.stdout, done.stderr)
 
     def living(self) -> set[int]:

@@ -205,7 +205,7 @@ def test_loader_workers_read_beside_their_parent(method: str, web: FileServer, b
     multiprocessing's trackers stay as long as who started them."""
     for base in (web.url, bucket):
         argv = [sys.executable, __file__, f"jsonl:{base}/x.jsonl", f"jsonl:{root}/x.jsonl", method]
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=300)
         assert (done.returncode, done.stderr) == (0, "")
 
 

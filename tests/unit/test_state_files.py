@@ -66,7 +66,10 @@ def test_a_row_is_found_whole_among_others_or_in_parts(
 
 def test_what_does_not_fit_or_is_not_there_is_refused(tmp_path: Path, slot: Path, folder: Path) -> None:
     before = slot.read_bytes()
-    with open(slot, "r+b") as file, pytest.raises(ArenaFullError, match="step-7 holds more than --state-files allows"):
+    with (
+        open(slot, "r+b") as file,
+        pytest.raises(ArenaFullError, match="step-7 holds more than the 20000 bytes that --state-files"),
+    ):
         pack(folder, file, 0, 20_000)
     assert slot.read_bytes()[20_000:] == before[20_000:]
     with pytest.raises(LayoutError, match="is in none of"):
