@@ -86,6 +86,7 @@ def verify(held: Held) -> None:
 
 def have_ahead(held: Held, index: str) -> None:
     source = Source(index, held["place"])
+    source.aim(held["layout"])
     source.ahead.wait()
     held["ahead"] = source.end()
 

@@ -56,15 +56,19 @@ class Source:
     """The snapshot to restore from, as far as it is on this node when the script begins: `index_path` says so."""
 
     def __init__(self, index_path: str, place: Place) -> None:
-        self._maps = Maps(Path(index_path).parent, "c")
-        self.ahead = Ahead(_sources(index_path, place, self._maps))
+        self._index_path, self._place, self._maps = index_path, place, Maps(Path(index_path).parent, "c")
+        self.ahead = Ahead(self._ranges(None))
+
+    def aim(self, layout: Layout) -> None:
+        """The script has declared its layout: where that is not the snapshot's, it will read other parts."""
+        self.ahead.end()
+        self.ahead = Ahead(self._ranges(layout))
 
     def end(self) -> Maps:
         self.ahead.end()
         return self._maps
 
-
-def _sources(index_path: str, place: Place, maps: Maps) -> Iterator[Bytes]:
-    snapshot = Snapshot(index_path, maps)
-    layout = Layout.from_json(json.loads((maps.folder / layout_name(snapshot.index.snapshot.digest)).read_bytes()))
-    yield from snapshot.ranges(layout, place)
+    def _ranges(self, layout: Layout | None) -> Iterator[Bytes]:
+        snapshot = Snapshot(self._index_path, self._maps)
+        path = self._maps.folder / layout_name(snapshot.index.snapshot.digest)
+        yield from snapshot.ranges(layout or Layout.from_json(json.loads(path.read_bytes())), self._place)

@@ -80,6 +80,8 @@ class Job:
         `stages`: which names belong to which pipeline stage. Raises LayoutError for what cannot be described.
         """
         self._state = State(model, optimizer, scheduler, stages, rules or {}, self._place)
+        if self._source is not None:
+            self._source.aim(self._state.layout())
         return self._state
 
     def loader(

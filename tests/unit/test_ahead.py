@@ -70,6 +70,21 @@ def test_a_rank_has_the_pages_of_what_it_will_read_and_no_others(arena: Path) ->
     assert torch.equal(target, weight.chunk(4)[2])
 
 
+def test_another_layout_of_the_script_reads_other_pages(arena: Path) -> None:
+    index, weight = save(arena)
+    slot = arena / Snapshot(str(index)).index.pieces[0].file
+    columns, before = Layout((TensorSpec("weight", (ROWS, WIDTH), "float32", (Shard(1, "tp"),)),)), mapped_bytes(slot)
+    source = Source(str(index), place(TP2, 0))
+    source.aim(columns)
+    source.ahead.wait()
+    assert (
+        mapped_bytes(slot) - before >= ROWS * WIDTH * 4 - mmap.PAGESIZE
+    )  # half of each row, so all pages but the last
+    target = torch.zeros(ROWS, WIDTH // 2)
+    Snapshot(str(index), source.end()).fill({"weight": target}, columns, place(TP2, 0))
+    assert torch.equal(target, weight[:, : WIDTH // 2])
+
+
 def test_pages_to_write_are_there_and_keep_what_they_hold(arena: Path) -> None:
     index, weight = save(arena)
     slots = sorted(map(str, arena.glob("slot-*")))
