@@ -33,6 +33,7 @@ from tenplexrun.core.rounds import Member, Request, Round, Verdict
 from tenplexrun.core.snapshots import Holding
 from tenplexrun.errors import CoordinationError, ProcessError, RunGoneError, TenplexError
 from tenplexrun.ports import Coordination, KeyValue, Lease
+from tenplexrun.tasks import end
 
 RETRY_S = 0.3
 PING_S = 2.0
@@ -102,9 +103,9 @@ class Agent:
         both: set[asyncio.Future[Any]] = {task, self._verdict}
         await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
+            await end([task])
+        elif not task.cancelled():
+            task.result()
 
     async def _join(self) -> None:
         """Become a member, as a new node each time."""
@@ -154,8 +155,7 @@ class Agent:
         self._spawn(self._rejoin())
 
     async def _rejoin(self) -> None:
-        for task in self._membership:
-            task.cancel()
+        await end(self._membership)
         if self._session is not None:
             await self._session.stop(lc.StopWorkers(self._session.round.number, "kill"))
             self._session = self._desk.session = None
@@ -168,10 +168,8 @@ class Agent:
     async def _close(self) -> None:
         if self._session is not None:
             await self._session.stop(lc.StopWorkers(self._session.round.number, "kill"))
-        for task in [*self._tasks]:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait([*self._tasks], timeout=LEAVE_TIMEOUT_S)
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(end([*self._tasks]), LEAVE_TIMEOUT_S)
         if self._lease is not None:
             with contextlib.suppress(TenplexError, asyncio.TimeoutError):
                 await asyncio.wait_for(self._leave(self._lease), LEAVE_TIMEOUT_S)

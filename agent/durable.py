@@ -23,6 +23,7 @@ from tenplexrun.core.pace import Interval
 from tenplexrun.core.rounds import Round
 from tenplexrun.errors import CompareFailedError, TenplexError
 from tenplexrun.ports import CheckpointClient
+from tenplexrun.tasks import end
 
 Record = dict[str, Any]
 CANCEL_S = 1.0
@@ -185,8 +186,7 @@ class Collector:
 
     async def close(self) -> None:
         if self._publishing is not None:
-            self._publishing.cancel()
-            await asyncio.wait([self._publishing])
+            await end([self._publishing])
 
     async def _publish(self, going: _Going) -> None:
         parts = [part for part in going.parts.values() if part is not None]

@@ -29,6 +29,7 @@ from tenplexrun.core.commits import Commits, News
 from tenplexrun.core.replicas import Comparison, Split
 from tenplexrun.core.rounds import Round
 from tenplexrun.errors import TenplexError, WireError
+from tenplexrun.tasks import end
 from tenplexrun.tls import Tls
 
 PROBE_TIMEOUT_S = 1.0
@@ -108,10 +109,8 @@ class Links:
         self._closing = True
         if self._server is not None:
             self._server.close()
-        tasks = [*self._tasks, *filter(None, [self._follower])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        self._followed = None
+        await end([*self._tasks, *filter(None, [self._follower])])
         for peer in [*self._peers, *filter(None, [self._decider])]:
             await peer.close()
 
@@ -163,7 +162,7 @@ class Links:
             self._decider.notify("written", round=round_number, step=step, **record)
 
     async def _keep(self, address: str) -> None:
-        while True:
+        while address == self._followed:
             with contextlib.suppress(TenplexError):
                 link = await channel.connect(address, self._from_decider, PROBE_TIMEOUT_S, self._client_tls)
                 try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +12,7 @@ from tenplexrun.core.control import NONE
 from tenplexrun.core.rounds import Round
 from tenplexrun.errors import TenplexError
 from tenplexrun.ports import StoreClient
+from tenplexrun.tasks import end
 
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.1, 5.0
 
@@ -75,6 +75,4 @@ class Replication:
     async def stop(self) -> None:
         """What is not finished is given up."""
         if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+            await end([self._task])

@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from tenplexrun.errors import ProcessError, TenplexError, WireError, from_wire, to_wire
+from tenplexrun.tasks import end
 
 SILENCE_S = 6
 PROTOCOL = 1
@@ -71,8 +72,7 @@ class Channel:
 
     async def close(self) -> None:
         self._writer.close()
-        self._main.cancel()
-        await asyncio.wait([self._main])
+        await end([self._main])
 
     def _send(self, record: Record) -> None:
         line = json.dumps({"v": PROTOCOL, **record}, separators=(",", ":"))

@@ -179,7 +179,7 @@ def test_what_is_not_there(web: FileServer, bucket: str, monkeypatch: pytest.Mon
         open_dataset("npy:nope://x/y.npy")
     web.shutdown()
     web.server_close()
-    with pytest.raises(DataError, match=r"x\.npy: .* also at attempt 2; is its server up, and reached"):
+    with pytest.raises(DataError, match=r"x\.npy: .* also at attempt 2; is its server up, reached"):
         open_dataset(f"npy:{web.url}/x.npy")
 
 
