@@ -53,6 +53,7 @@ def test_what_plain_torch_has_written_in_two_processes(
     same(steps(home), expected, range(8, 14))
 
 
+@pytest.mark.slow
 def test_through_pipeline_stages_and_back(cluster: Cluster, tmp_path: Path) -> None:
     """Each launch is ended by a signal, and the next one goes on at another pp."""
     sizes = ["--dim=32", "--heads=2", "--seq-len=32", "--global-batch=4", "--micro-batch=2", "--layers=4"]

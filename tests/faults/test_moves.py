@@ -36,7 +36,7 @@ def moves(cluster: Cluster, number: int, nodes: int) -> dict[str, dict[str, Any]
     return dict(cluster.wait(found, f"the moves of round {number}"))
 
 
-@pytest.mark.parametrize("way", ["central", "migrate-all"])
+@pytest.mark.parametrize("way", [pytest.param("central", marks=pytest.mark.slow), "migrate-all"])
 def test_a_way_to_measure_against_moves_more_and_gives_the_same(cluster: Cluster, tmp_path: Path, way: str) -> None:
     """Two stages on two nodes become two replicas: each node lacks half of the state."""
     record = tmp_path / "job"
@@ -64,6 +64,7 @@ def test_a_way_to_measure_against_moves_more_and_gives_the_same(cluster: Cluster
         assert sorted(found[step]) == pytest.approx([*expected[step]] * len(found[step]), rel=1e-8)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 def test_workers_run_up_to_where_they_need_state_while_it_moves(hosts: Hosts, tmp_path: Path) -> None:
     """Over a slow link to a node that joins, by the order of its events."""

@@ -199,7 +199,9 @@ def test_spans_that_touch_are_one_request(web: FileServer) -> None:
     assert web.requests == before + 1
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize(
+    "method", ["fork", *(pytest.param(one, marks=pytest.mark.slow) for one in ("spawn", "forkserver"))]
+)
 def test_loader_workers_read_beside_their_parent(method: str, web: FileServer, bucket: str, root: Path) -> None:
     """A fork inherits fsspec's event loop and connections, and may use neither. In a process of its own, since
     multiprocessing's trackers stay as long as who started them."""
