@@ -60,4 +60,5 @@ class Remote:
         if not hasattr(self._local, "dataset"):
             opened = self.dataset
             self._local.dataset = dataclasses.replace(opened, pieces=copy.copy(opened.pieces))
-        return self._local.dataset  # type: ignore[no-any-return]
+        own: Dataset = self._local.dataset
+        return own

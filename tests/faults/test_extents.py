@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 from cluster import Cluster
 from etcd_servers import EtcdServer, scratch
 from file_servers import http_files
+from programs.reader import row_of
 
 from tenplexrun.agent.sweep import sweep
 from tenplexrun.core.order import DataOrder
@@ -22,8 +22,6 @@ from tenplexrun.core.order import DataOrder
 from .test_job import end, process
 
 PROGRAMS = Path(__file__).resolve().parent.parent / "programs"
-sys.path.insert(0, str(PROGRAMS))
-from reader import row_of  # noqa: E402
 
 SAMPLES, SIZE, EXTENTS, EXTENT_BYTES = 4096, 4096, 64, 256 << 10
 WINDOW = 1 << 20
@@ -62,6 +60,12 @@ def start(cluster: Cluster, number: int, nnodes: str, dataset: str, *flags: str,
     name = "abc"[number]
     arguments = [f"--nnodes={nnodes}", *FLAGS, *flags]
     cluster.start(name, f"127.0.0.{number + 1}", arguments, command(dataset, cluster.out, pause_s))
+
+
+def start_two(cluster: Cluster, dataset: str, pause_s: float) -> None:
+    for number in range(2):
+        start(cluster, number, "2:2", dataset, pause_s=pause_s)
+    cluster.wait_round(0, 2)
 
 
 def extents_event(cluster: Cluster, name: str, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
@@ -180,9 +184,7 @@ def test_a_node_that_joins_gets_its_share_from_the_others(nodes: Cluster, datase
 
 def test_a_damaged_extent_is_noticed_and_fetched_anew(nodes: Cluster, dataset: str) -> None:
     """By its owner's rank or for another node's, whichever reads it first; the script proves the rows."""
-    for number in range(2):
-        start(nodes, number, "2:2", dataset, pause_s=0.05)
-    nodes.wait_round(0, 2)
+    start_two(nodes, dataset, pause_s=0.05)
     position = np.argsort(DataOrder(SAMPLES, 7, 24, 4).sample_at(np.arange(SAMPLES)))
     block = int(position.reshape(-1, BLOCK).min(axis=1).argmax())  # it is read last of all
     number, place = divmod(block * BLOCK, EXTENT_BYTES // SIZE)
@@ -228,9 +230,7 @@ def test_files_that_stall_are_not_felt_while_the_window_lasts(nodes: Cluster, tm
 
 def test_killed_views_and_stores_come_back_while_rows_are_read(nodes: Cluster, dataset: str) -> None:
     """The order and every row are as ever; what they kept in memory is still there."""
-    for number in range(2):
-        start(nodes, number, "2:2", dataset, pause_s=0.1)
-    nodes.wait_round(0, 2)
+    start_two(nodes, dataset, pause_s=0.1)
     held = {name: {path: path.stat().st_ino for path in home(nodes, name).glob("extent-*.bin")} for name in "ab"}
     for name, module in (
         ("a", "tenplexrun.vfs.server"),
