@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 import threading
+import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ Tell = Callable[..., None]
 EXTENT_BYTES, LEAST_EXTENT_BYTES, EXTENTS = 32 << 20, 256 << 10, 64
 _COPY_BYTES = 4 << 20
 _LOOK_S, _LAST_PAUSE_S = 1.0, 30.0
+_NEWS_S = 2.0  # between reports while extents are fetched
 _PARTIAL = ".partial"
 
 
@@ -75,6 +77,7 @@ class Keeper:
         self._wake = threading.Event()
         self._stopping = False
         self._moved = {"peers": 0, "files": 0}
+        self._reported: Plan | None = None  # as all here
         self._thread = threading.Thread(target=self._run, name="extents", daemon=True)
         home.mkdir(parents=True, exist_ok=True)
 
@@ -113,7 +116,7 @@ class Keeper:
     def _run(self) -> None:
         for left in self.home.glob(f"extent-*{_PARTIAL}"):
             left.unlink()
-        told, pause = None, _LOOK_S  # type: Plan | None, float
+        pause = _LOOK_S
         while not self._stopping:
             self._wake.clear()
             plan = self.plan
@@ -121,9 +124,8 @@ class Keeper:
             try:
                 if self._load_all(plan):
                     self._settled.set()
-                    if told is not plan:
-                        told = plan
-                        self._report(plan)
+                    if self._reported is not plan:
+                        self._report(plan, whole=True)
                 self._give(plan)
                 pause = _LOOK_S
             except Exception as error:  # a dataset's library has its own; this thread must live on
@@ -139,9 +141,13 @@ class Keeper:
 
     def _load_all(self, plan: Plan) -> bool:
         """Fetch what is missing. Returns whether all is here; a newer plan ends it."""
+        news_at = 0.0
         for number in sorted(plan.wanted - present(self.home)):
             if self._stopping or self.plan is not plan:
                 return False
+            if time.monotonic() >= news_at:
+                self._report(plan, whole=False)
+                news_at = time.monotonic() + _NEWS_S
             self._load(number, plan)
         return self.plan is plan
 
@@ -213,16 +219,20 @@ class Keeper:
         data = np.memmap(self.home / extent_name(number), dtype=np.uint8, mode="r").data
         return np.array_equal(block_sums(data, self.catalogue), sums)
 
-    def _report(self, plan: Plan) -> None:
-        catalogue, placement = self.catalogue, plan.placement
-        moved, self._moved = self._moved, {"peers": 0, "files": 0}
+    def _report(self, plan: Plan, whole: bool) -> None:
+        catalogue, placement, moved = self.catalogue, plan.placement, self._moved
+        self._reported = plan if whole else None
+        if whole:
+            self._moved = {"peers": 0, "files": 0}
         record: dict[str, Any] = {
             "dataset": self._remote.spec,
             "owned": len(plan.mine),
             "extents": catalogue.num_extents,
             "unowned": catalogue.num_extents - len(plan.owner),
             "num_bytes": catalogue.bytes_of(plan.mine),
-            "here_bytes": catalogue.bytes_of(plan.wanted),
+            "wanted_bytes": catalogue.bytes_of(plan.wanted),
+            "here_bytes": catalogue.bytes_of(plan.wanted & present(self.home)),
+            "whole": whole,
             "total_bytes": catalogue.num_bytes,
             "budget": placement.budgets[placement.me],
             "moved": moved["peers"] + moved["files"],

@@ -19,7 +19,7 @@ from programs.reader import row_of
 from tenplexrun.agent.sweep import sweep
 from tenplexrun.core.order import DataOrder
 
-from .test_job import end, process
+from .test_job import curl, end, process
 
 PROGRAMS = Path(__file__).resolve().parent.parent / "programs"
 
@@ -135,6 +135,12 @@ def test_each_node_keeps_its_share(nodes: Cluster, dataset: str) -> None:
     assert not numbers(nodes, "a") & numbers(nodes, "b")
     for name in "ab":
         assert taken(nodes, name) < SAMPLES * SIZE // 2 + 2 * WINDOW
+    line = f"    {dataset}: 32 of 64 extents, 8.0 of 8.0 MiB here (of all datasets up to 64 MiB may be)\n"
+    nodes.wait(lambda: nodes.ctl("status").stdout.count(line) == 2, "the status of both nodes")
+    content = json.loads(nodes.ctl("status", "--json").stdout)
+    assert f"\ntenplex_extents_here_bytes {SAMPLES * SIZE // 2}\n" in curl(nodes, "/metrics")
+    [kept] = next(records for key, records in content.items() if "/datasets/" in key)
+    assert (kept["owned"], kept["here_bytes"], kept["whole"]) == (EXTENTS // 2, SAMPLES * SIZE // 2, True)
     end(nodes)
     assert check_order(nodes) > 2 * SAMPLES // 24
 
