@@ -334,8 +334,9 @@ def _exec(argv: Sequence[str], env: Mapping[str, str | None], cwd: str, fds: Map
 def main() -> None:
     control, agent_pidfd, node_dir = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     for signum in DEAF_TO:
-        # A handler, since what is ignored stays so over exec: only what the agent's own parent had ignored (nohup) may.
-        if signal.getsignal(signum) != signal.SIG_IGN:
+        # A handler, since what is ignored stays so over exec. Only SIGHUP may (nohup): the agent does hear the SIGINT
+        # that a shell ignores for what it starts with `&`, and so its workers must.
+        if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:
             signal.signal(signum, lambda *_: None)
     become_subreaper()
     os.set_inheritable(control, False)

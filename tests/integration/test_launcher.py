@@ -175,11 +175,14 @@ def test_kill_9_of_the_agent_while_it_starts_leaves_nothing(tmp_path: Path, afte
 
 
 def test_interrupt_ends_the_job_with_130(tmp_path: Path, cluster: Cluster) -> None:
+    """Also where a shell had it ignored, as it has for what a script starts with `&`: the workers hear it too."""
     path = script(tmp_path, "import time; time.sleep(300)")
-    cluster.start("a", "127.0.0.1", ["--nproc-per-node=2"], [path])
+    deaf = ["sh", "-c", "trap '' INT QUIT; exec \"$@\"", "sh"]
+    cluster.start("a", "127.0.0.1", ["--nproc-per-node=2"], [path], within=deaf)
     cluster.workers("a")
     cluster.agents["a"].send_signal(signal.SIGINT)
     assert cluster.exit_code("a") == 130
+    assert "still here" not in cluster.log("a")
 
 
 FLOOD = """

@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def command(home: Path) -> list[str]:
-    config = {"dir": str(home), "socket": str(home / "view.sock"), "mode": "fuse"}
+    config = {"dir": str(home), "socket": str(home / "view.sock"), "mode": "fuse", "patience_s": 0.5}
     return [sys.executable, "-m", "tenplexrun.vfs.server", json.dumps(config)]
 
 
