@@ -12,9 +12,10 @@ from tenplexrun.core.extents import ALONE, Placement, Plan, spans
 from tenplexrun.core.order import DataOrder
 from tenplexrun.errors import DataError
 from tenplexrun.samples import Catalogue, Extents, Proved
-from tenplexrun.vfs.extents import Keeper, Tell, catalogue_of
+from tenplexrun.vfs.extents import Keeper, catalogue_of
 from tenplexrun.vfs.homes import home_of
 from tenplexrun.vfs.neighbours import Neighbours
+from tenplexrun.vfs.outage import Tell
 from tenplexrun.vfs.remote import Remote
 from tenplexrun.vfs.rows import Limits, Rows, Source
 
@@ -36,7 +37,7 @@ class Data:
         self._remote, neighbours = Remote(spec), Neighbours(store, self.key)
         self.catalogue = _catalogue(home, self._remote)
         self.keeper = Keeper(self._remote, self.catalogue, home, neighbours, tell, self._dropped)
-        self.rows = Rows(Source(self._remote, self.keeper, neighbours), self.keeper, limits, tell)
+        self.rows = Rows(Source(self._remote, self.keeper, neighbours), self.keeper, limits)
         self._window_bytes = limits.window_bytes
         self._proved = Proved(self.catalogue, self.keeper.written)
         self._readers: weakref.WeakSet[Extents] = weakref.WeakSet()

@@ -27,9 +27,9 @@ from tenplexrun.errors import ArenaFullError, DataError
 from tenplexrun.samples import Catalogue, block_sums, extent_name, samples_per_extent, sums_name
 from tenplexrun.vfs.homes import full
 from tenplexrun.vfs.neighbours import Neighbours, Run
+from tenplexrun.vfs.outage import Outage, Tell
 from tenplexrun.vfs.remote import Remote
 
-Tell = Callable[..., None]
 EXTENT_BYTES, LEAST_EXTENT_BYTES, EXTENTS = 32 << 20, 256 << 10, 64
 _COPY_BYTES = 4 << 20
 _LOOK_S, _LAST_PAUSE_S = 1.0, 30.0
@@ -70,6 +70,7 @@ class Keeper:
     ) -> None:
         self._remote, self.catalogue, self.home = remote, catalogue, home
         self._neighbours, self._tell, self._dropped = neighbours, tell, dropped
+        self.outage = Outage(remote.spec, tell)
         self.plan: Plan | None = None
         self.written: set[int] = set()
         """Extents that this process has written, and which are still here."""
@@ -78,6 +79,7 @@ class Keeper:
         self._stopping = False
         self._moved = {"peers": 0, "files": 0}
         self._reported: Plan | None = None  # as all here
+        self._crowded: Plan | None = None  # told that there is no room for it
         self._thread = threading.Thread(target=self._run, name="extents", daemon=True)
         home.mkdir(parents=True, exist_ok=True)
 
@@ -124,20 +126,24 @@ class Keeper:
             try:
                 if self._load_all(plan):
                     self._settled.set()
+                    self.outage.works("extents")
                     if self._reported is not plan:
                         self._report(plan, whole=True)
                 self._give(plan)
                 pause = _LOOK_S
             except Exception as error:  # a dataset's library has its own; this thread must live on
-                if pause == _LOOK_S:
-                    self._tell(
-                        "failed",
-                        message=f"extents cannot be fetched now, samples are, one by one: {error or repr(error)}",
-                    )
+                self._failed(plan, error)
                 pause = min(2 * pause, _LAST_PAUSE_S)
                 with contextlib.suppress(OSError):
                     self._give(plan)
             self._wake.wait(pause)
+
+    def _failed(self, plan: Plan, error: Exception) -> None:
+        if not isinstance(error, ArenaFullError):
+            self.outage.fails("extents", error)
+        elif self._crowded is not plan:  # a lack that lasts: rows come from elsewhere, which may well have an outage
+            self._crowded = plan
+            self._tell("failed", message=f"{error}; what has none is fetched row by row")
 
     def _load_all(self, plan: Plan) -> bool:
         """Fetch what is missing. Returns whether all is here; a newer plan ends it."""

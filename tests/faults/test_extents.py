@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -230,6 +231,19 @@ def test_files_that_stall_are_not_felt_while_the_window_lasts(nodes: Cluster, tm
         nodes.progress(30)
         server.failing = 40
         nodes.progress(8)
+        server.failing = 1 << 30
+        nodes.wait(lambda: nodes.events(kind="view_failed"), "an outage")
+        requests = server.requests
+        nodes.wait(lambda: server.requests > requests + 100, "more attempts")
+        server.failing = 0
+        nodes.progress(30)
+        kinds = ("view_failed", "view_recovered")
+        told = {name: [e["event"] for e in nodes.events(name) if e["event"] in kinds] for name in "ab"}
+        assert [*kinds] in told.values()
+        assert all(said in ([], [*kinds]) for said in told.values()), "once a node and outage"
+        line = r"^tenplexrun [\d:.]+ \[\w+\] the dataset view of this node: rows of npy:.* can be fetched again$"
+        said = "\n".join(map(nodes.log, "ab"))
+        assert len(re.findall(line, said, re.MULTILINE)) == said.count("can be fetched again") > 0
         end(nodes)
     check_order(nodes)
 
