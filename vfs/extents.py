@@ -51,6 +51,12 @@ def present(home: Path) -> set[int]:
     return set()
 
 
+def taken(directory: Path) -> int:
+    """Bytes that datasets take below `directory`: their extents, and files that views link to (`vfs.linked`)."""
+    files = sum(int(path.read_text()) for path in directory.glob("*/linked"))
+    return files + sum(path.stat().st_size for path in directory.glob("*/extent-*.bin"))
+
+
 class Keeper:
     """Keeps the extents of one dataset in `home`, in a thread of its own.
 
@@ -173,10 +179,10 @@ class Keeper:
     def _check_budget(self, plan: Plan, num_bytes: int) -> None:
         """A plan is of one dataset, the budget is for all. Raises ArenaFullError."""
         budget = plan.placement.budgets[plan.placement.me]
-        taken = sum(path.stat().st_size for path in self.home.parent.glob("*/extent-*.bin"))
-        if taken + num_bytes > budget and len(plan.wanted) == len(plan.mine):
+        used = taken(self.home.parent)
+        if used + num_bytes > budget and len(plan.wanted) == len(plan.mine):
             raise ArenaFullError(
-                f"no room for more of {self._remote.spec}: datasets have {taken} of the {budget} bytes that "
+                f"no room for more of {self._remote.spec}: datasets have {used} of the {budget} bytes that "
                 "--data-memory allows"
             )
 

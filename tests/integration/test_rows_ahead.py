@@ -14,7 +14,7 @@ from tenplexrun.core.extents import Placement
 from tenplexrun.core.order import DataOrder
 from tenplexrun.errors import DataError
 from tenplexrun.samples import Extents
-from tenplexrun.vfs.data import Data
+from tenplexrun.vfs.data import Data, Reader
 from tenplexrun.vfs.remote import Remote
 from tenplexrun.vfs.rows import Limits
 
@@ -83,7 +83,9 @@ def open_data(tmp_path: Path, rows: np.ndarray, told: list[dict[str, Any]]) -> I
 def reader(data: Data, budget: int, rank: int = 0, size: int = 1, consumed: int = 0, name: str = "v") -> Extents:
     plan = data.follow(alone(budget))
     data.keeper.wait(DEADLINE_S)
-    return data.reader(name, plan, ORDER, rank, size, consumed)
+    found = data.reader(plan, Reader(name, Path("/view") / name, ORDER, rank, size, consumed), 0.0)
+    assert isinstance(found, Extents)
+    return found
 
 
 def files_bytes(data: Data) -> int:
@@ -162,7 +164,8 @@ def test_datasets_share_the_budget(
     second = open_data("more")
     plan = second.follow(alone(3 << 20))
     until(lambda: any("no room for more of npy:" in one.get("message", "") for one in told))
-    extents = second.reader("w", plan, ORDER, 0, 1, 0)
+    extents = second.reader(plan, Reader("w", Path("/view/w"), ORDER, 0, 1, 0), 0.0)
+    assert isinstance(extents, Extents)
     total = sum(path.stat().st_size for path in (tmp_path / "extents").glob("*/extent-*.bin"))
     assert total == 3 << 20
     ids = np.arange(0, SAMPLES, 5)
