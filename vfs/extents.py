@@ -36,8 +36,7 @@ _PARTIAL = ".partial"
 
 
 def catalogue_of(dataset: Dataset) -> Catalogue:
-    """With some dozens of extents to share, of a size that is good to move. Raises DataError for samples of different
-    sizes."""
+    """With some dozens of extents to share, of a size that is good to move."""
     size = dataset.sample_bytes
     wanted = min(max(dataset.num_bytes // EXTENTS, LEAST_EXTENT_BYTES), EXTENT_BYTES)
     per_extent = min(samples_per_extent(size, wanted), dataset.num_samples)

@@ -64,13 +64,15 @@ _FRAMINGS = {
 
 @dataclass(frozen=True, slots=True)
 class MixedCatalogue:
-    """`num_bytes` of all samples; `names` where samples are whole files: folder and name of each, else nothing."""
+    """`num_bytes` of all samples; `names` where samples are whole files: folder and name of each, else nothing, and
+    `classes`, the folders among them."""
 
     num_samples: int
     fingerprint: str
     num_bytes: int
     framing: Framing
     names: list[str]
+    classes: list[str]
 
     sample_bytes = 0
     """They differ."""
@@ -88,7 +90,8 @@ class MixedCatalogue:
                 )
         framing = Framing() if names else _FRAMINGS.get(format_of(dataset.spec), Framing())
         num_bytes = int((dataset.spans.ends - dataset.spans.starts).sum())
-        return cls(dataset.num_samples, dataset.fingerprint(), num_bytes, framing, names)
+        classes = sorted({name.rpartition("/")[0] for name in names} - {""})
+        return cls(dataset.num_samples, dataset.fingerprint(), num_bytes, framing, names, classes)
 
     def save(self, home: Path) -> None:
         (home / "mixed.json").write_text(json.dumps(asdict(self)))
@@ -98,11 +101,6 @@ class MixedCatalogue:
         """Raises OSError, ValueError, TypeError, KeyError."""
         record = json.loads((home / "mixed.json").read_text())
         return cls(**{**record, "framing": Framing(**record["framing"])})
-
-    @property
-    def classes(self) -> list[str]:
-        """The folders of whole files."""
-        return sorted({name.rpartition("/")[0] for name in self.names} - {""})
 
     def about(self) -> dict[str, Any]:
         """What a view says of them."""

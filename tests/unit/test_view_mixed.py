@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+import pyarrow
 import pytest
 from extents_of import data_of, mixed_of
+from pyarrow import parquet
 
 from tenplexrun.core.extents import Placement
 from tenplexrun.core.order import DataOrder
@@ -157,6 +159,25 @@ def test_packs_are_files_of_their_format(
     (source.rename(tmp_path / "gone"))  # copied once: not needed again, also after a restart
     again = tree(shown, mixed_of(opened(spec), tmp_path / "view"))
     assert b"".join(content(again, pack) for pack in packs) == whole
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_rows_of_tables_are_lines(kind: str, source: Path, tmp_path: Path, opened: Opened) -> None:
+    """They are in extents as they are rendered."""
+    columns = {"number": list(range(SAMPLES)), "text": ["x" * size for size in sizes()]}
+    for name, part in (("a", slice(0, 60)), ("b", slice(60, None))):
+        table = pyarrow.table({column: values[part] for column, values in columns.items()})
+        if kind == "parquet":
+            parquet.write_table(table, source / f"{name}.parquet", row_group_size=17)
+        else:
+            with pyarrow.ipc.new_file(source / f"{name}.arrow", table.schema) as writer:
+                writer.write_table(table, max_chunksize=17)
+    directory = tree(window(ORDER, 1, 2, 24), mixed_of(opened(f"{kind}:{source}"), tmp_path / "view"))
+    ids = window(ORDER, 1, 2, 24).ids(0, 1000).tolist()
+    lines = content(directory, "pack-00000.jsonl").decode().splitlines()
+    assert [json.loads(line) for line in lines] == [
+        {name: values[number] for name, values in columns.items()} for number in ids
+    ]
 
 
 def test_whole_files_are_links_by_class_and_row(source: Path, tmp_path: Path, opened: Opened) -> None:
