@@ -211,7 +211,7 @@ class Agent:
     async def _ping(self) -> None:
         """Without its store a job trains on, but can neither change nor end together: not for ever."""
         launch, services, verdict = self._launch, self._services, None
-        bulletin = Bulletin(self._coordination, services.store, launch.settings.max_restarts)
+        bulletin = Bulletin(self._coordination, services.store, services.kept, launch.settings.max_restarts)
         patience = Patience(time.monotonic(), launch.lease_s, launch.hosted, services.events.say)
         while verdict is None:
             await asyncio.sleep(PING_S)

@@ -42,6 +42,19 @@ async def held(view: ViewClient) -> Mapping[str, Spans]:
     return {key: tuple((first, count) for first, count in packed) for key, packed in found.items() if packed}
 
 
+class Kept:
+    """What this node keeps of datasets, by dataset, as its view has said last (`vfs.extents.Keeper`)."""
+
+    def __init__(self, events: EventLog) -> None:
+        self._events = events
+        self.records: dict[str, dict[str, Any]] = {}
+
+    def told(self, record: Mapping[str, Any]) -> None:
+        self.records[str(record["dataset"])] = dict(record)
+        if record["whole"]:
+            tell(self._events, record)
+
+
 def tell(events: EventLog, record: Mapping[str, Any]) -> None:
     """What this node keeps of a dataset has become as the round's plan says."""
     events.emit("extents", **record)

@@ -19,6 +19,7 @@ from typing import Any
 
 from tenplexrun.agent import error_file
 from tenplexrun.agent.blame import Blame, of_system
+from tenplexrun.agent.dataset_memory import Kept
 from tenplexrun.agent.durable import Collector, Declared, PartWriter
 from tenplexrun.agent.environment import NodeFacts, worker_env
 from tenplexrun.agent.events import EventLog
@@ -57,6 +58,7 @@ class NodeServices:
     logs: WorkerLogs
     events: EventLog
     data: Mapping[str, Any] | None
+    kept: Kept
     hangs: Bounds
     hosting: Hosting
     checkpoints: CheckpointClient | None = None

@@ -109,6 +109,8 @@ def _status(args: argparse.Namespace) -> int:
         part = None if round_ is None else round_.participant(node)
         ranks = "waits" if part is None else f"ranks {', '.join(map(str, part.ranks))}"
         print(f"  node {node} [{member.host}]  {member.num_workers} worker(s)  {ranks}  store {member.store}")
+        for line in _datasets(content, node):
+            print(f"    {line}")
     return 0
 
 
@@ -130,6 +132,22 @@ def _snapshots(progress: Mapping[str, Any]) -> list[str]:
     if sealed > (NONE if committed is None else committed):
         found.append(f"snapshot of step {sealed} sealed here, not yet on all {copies}")
     return found
+
+
+def _datasets(content: Mapping[str, KeyValue], node: str) -> list[str]:
+    """What a node keeps of each dataset."""
+    found = next((value for key, value in content.items() if key.endswith(f"/datasets/{node}")), None)
+    return [_kept(one) for one in (json.loads(found.value) if found else [])]
+
+
+def _kept(one: Mapping[str, Any]) -> str:
+    here, wanted, budget = (one[name] / 2**20 for name in ("here_bytes", "wanted_bytes", "budget"))
+    return (
+        f"{one['dataset']}: {one['owned']} of {one['extents']} extents, {here:.1f} of {wanted:.1f} MiB here"
+        + ("" if one["whole"] else ", more on the way")
+        + f" (of all datasets up to {budget:.0f} MiB may be)"
+        + (f"; {one['unowned']} extents fit into no node" if one["unowned"] else "")
+    )
 
 
 def _resize(args: argparse.Namespace) -> int:

@@ -14,11 +14,12 @@ from tenplexrun.core.extents import ALONE, Placement, Plan, spans
 from tenplexrun.core.order import DataOrder
 from tenplexrun.errors import DataError
 from tenplexrun.samples import Catalogue, Extents, Proved
-from tenplexrun.vfs.extents import Keeper, Tell, catalogue_of
+from tenplexrun.vfs.extents import Keeper, catalogue_of
 from tenplexrun.vfs.homes import home_of
 from tenplexrun.vfs.linked import Linked
 from tenplexrun.vfs.mixed import Mixed, MixedCatalogue, blocks_of
 from tenplexrun.vfs.neighbours import Neighbours
+from tenplexrun.vfs.outage import Tell
 from tenplexrun.vfs.remote import Remote
 from tenplexrun.vfs.rows import Limits, Needs, Rows, Source
 from tenplexrun.vfs.view import Catalogued, Samples
@@ -56,7 +57,7 @@ class Data:
         self.catalogue, self._mixed = _catalogues(home, self._remote)
         self.keeper = Keeper(self._remote, self.catalogue, home, neighbours, tell, self._dropped)
         source = Source(self._remote, self.keeper, neighbours)
-        self.rows = Rows(source, self.keeper, self._needs(), limits, tell)
+        self.rows = Rows(source, self.keeper, self._needs(), limits)
         self._limits = limits
         self._proved = Proved(self.catalogue, self.keeper.written)
         self._readers: weakref.WeakSet[Extents] = weakref.WeakSet()

@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 import threading
+import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
@@ -26,12 +27,13 @@ from tenplexrun.errors import ArenaFullError, DataError
 from tenplexrun.samples import Catalogue, block_sums, extent_name, samples_per_extent, sums_name
 from tenplexrun.vfs.homes import full
 from tenplexrun.vfs.neighbours import Neighbours, Run
+from tenplexrun.vfs.outage import Outage, Tell
 from tenplexrun.vfs.remote import Remote
 
-Tell = Callable[..., None]
 EXTENT_BYTES, LEAST_EXTENT_BYTES, EXTENTS = 32 << 20, 256 << 10, 64
 _COPY_BYTES = 4 << 20
 _LOOK_S, _LAST_PAUSE_S = 1.0, 30.0
+_NEWS_S = 2.0  # between reports while extents are fetched
 _PARTIAL = ".partial"
 
 
@@ -73,6 +75,7 @@ class Keeper:
     ) -> None:
         self._remote, self.catalogue, self.home = remote, catalogue, home
         self._neighbours, self._tell, self._dropped = neighbours, tell, dropped
+        self.outage = Outage(remote.spec, tell)
         self.plan: Plan | None = None
         self.written: set[int] = set()
         """Extents that this process has written, and which are still here."""
@@ -80,6 +83,8 @@ class Keeper:
         self._wake = threading.Event()
         self._stopping = False
         self._moved = {"peers": 0, "files": 0}
+        self._reported: Plan | None = None  # as all here
+        self._crowded: Plan | None = None  # told that there is no room for it
         self._thread = threading.Thread(target=self._run, name="extents", daemon=True)
         home.mkdir(parents=True, exist_ok=True)
 
@@ -118,7 +123,7 @@ class Keeper:
     def _run(self) -> None:
         for left in self.home.glob(f"extent-*{_PARTIAL}"):
             left.unlink()
-        told, pause = None, _LOOK_S  # type: Plan | None, float
+        pause = _LOOK_S
         while not self._stopping:
             self._wake.clear()
             plan = self.plan
@@ -126,27 +131,34 @@ class Keeper:
             try:
                 if self._load_all(plan):
                     self._settled.set()
-                    if told is not plan:
-                        told = plan
-                        self._report(plan)
+                    self.outage.works("extents")
+                    if self._reported is not plan:
+                        self._report(plan, whole=True)
                 self._give(plan)
                 pause = _LOOK_S
             except Exception as error:  # a dataset's library has its own; this thread must live on
-                if pause == _LOOK_S:
-                    self._tell(
-                        "failed",
-                        message=f"extents cannot be fetched now, samples are, one by one: {error or repr(error)}",
-                    )
+                self._failed(plan, error)
                 pause = min(2 * pause, _LAST_PAUSE_S)
                 with contextlib.suppress(OSError):
                     self._give(plan)
             self._wake.wait(pause)
 
+    def _failed(self, plan: Plan, error: Exception) -> None:
+        if not isinstance(error, ArenaFullError):
+            self.outage.fails("extents", error)
+        elif self._crowded is not plan:  # a lack that lasts: rows come from elsewhere, which may well have an outage
+            self._crowded = plan
+            self._tell("failed", message=f"{error}; what has none is fetched row by row")
+
     def _load_all(self, plan: Plan) -> bool:
         """Fetch what is missing. Returns whether all is here; a newer plan ends it."""
+        news_at = 0.0
         for number in sorted(plan.wanted - present(self.home)):
             if self._stopping or self.plan is not plan:
                 return False
+            if time.monotonic() >= news_at:
+                self._report(plan, whole=False)
+                news_at = time.monotonic() + _NEWS_S
             self._load(number, plan)
         return self.plan is plan
 
@@ -218,16 +230,20 @@ class Keeper:
         data = np.memmap(self.home / extent_name(number), dtype=np.uint8, mode="r").data
         return np.array_equal(block_sums(data, self.catalogue), sums)
 
-    def _report(self, plan: Plan) -> None:
-        catalogue, placement = self.catalogue, plan.placement
-        moved, self._moved = self._moved, {"peers": 0, "files": 0}
+    def _report(self, plan: Plan, whole: bool) -> None:
+        catalogue, placement, moved = self.catalogue, plan.placement, self._moved
+        self._reported = plan if whole else None
+        if whole:
+            self._moved = {"peers": 0, "files": 0}
         record: dict[str, Any] = {
             "dataset": self._remote.spec,
             "owned": len(plan.mine),
             "extents": catalogue.num_extents,
             "unowned": catalogue.num_extents - len(plan.owner),
             "num_bytes": catalogue.bytes_of(plan.mine),
-            "here_bytes": catalogue.bytes_of(plan.wanted),
+            "wanted_bytes": catalogue.bytes_of(plan.wanted),
+            "here_bytes": catalogue.bytes_of(plan.wanted & present(self.home)),
+            "whole": whole,
             "total_bytes": catalogue.num_bytes,
             "budget": placement.budgets[placement.me],
             "moved": moved["peers"] + moved["files"],

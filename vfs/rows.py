@@ -23,7 +23,7 @@ from tenplexrun.core.ahead import Ahead, Chunk
 from tenplexrun.core.order import DataOrder, Ids
 from tenplexrun.errors import DataError
 from tenplexrun.samples import Catalogue, found_in, rows_places
-from tenplexrun.vfs.extents import Keeper, Tell, present
+from tenplexrun.vfs.extents import Keeper, present
 from tenplexrun.vfs.neighbours import Neighbours, Run
 from tenplexrun.vfs.remote import Remote
 
@@ -113,13 +113,14 @@ class Needs:
 class Rows:
     """The rows that views of one dataset need and this node does not own. All methods may be called by any thread."""
 
-    def __init__(self, source: Source, keeper: Keeper, needs: Needs, limits: Limits, tell: Tell) -> None:
-        self._source, self._keeper, self._needs, self._tell = source, keeper, needs, tell
+    def __init__(self, source: Source, keeper: Keeper, needs: Needs, limits: Limits) -> None:
+        self._source, self._keeper, self._needs = source, keeper, needs
         self._limit_rows = max(1, limits.window_bytes // (needs.sample_bytes + 8))
         self._patience_s = limits.patience_s
         self._windows: dict[str, Ahead] = {}
         self._batches: list[Batch] = []
         self._busy: Chunk | None = None
+        self._stuck: list[Ahead] = []  # whose next rows cannot be had now
         self._changed = threading.Condition()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="ahead", daemon=True)
@@ -222,6 +223,13 @@ class Rows:
         assert plan is not None
         return ids[~np.isin(ids // catalogue.samples_per_extent, np.fromiter(plan.wanted, np.int64))]
 
+    def _note(self, window: Ahead, fetched: bool) -> None:
+        """One window's rows may come while another's do not: the outage is over when all do that are still needed."""
+        others = [one for one in self._stuck if one is not window and one in self._windows.values()]
+        self._stuck = others if fetched else [*others, window]
+        if not self._stuck:
+            self._keeper.outage.works("rows")
+
     # --- without --------------------------------------------------------------------------------------------------
 
     def _suspect(self, ids: Ids) -> None:
@@ -241,23 +249,22 @@ class Rows:
                     self._changed.wait()
                 window, chunk = task
                 self._busy = chunk
-            batch, problem = None, ""
+            batch = None
             try:
                 batch = self._source.fetch(chunk.ids, _key(window.order), chunk.first, chunk.stop)
             except Exception as error:  # a dataset's library has its own; readers would wait for a dead thread
-                problem = str(error) or repr(error)
+                self._keeper.outage.fails("rows", error)
             with self._changed:
                 self._busy = None
                 if batch is not None:
                     self._batches.append(batch)
                     window.done(chunk)
                     self._drop_passed()
+                self._note(window, batch is not None)
                 self._changed.notify_all()
-                if problem and not self._stopping:
-                    if pause == _FIRST_PAUSE_S:
-                        self._tell("failed", message=f"rows that are needed later cannot be fetched now: {problem}")
+                if batch is None and not self._stopping:
                     self._changed.wait(pause)
-            pause = min(2 * pause, _LAST_PAUSE_S) if problem else _FIRST_PAUSE_S
+            pause = min(2 * pause, _LAST_PAUSE_S) if batch is None else _FIRST_PAUSE_S
 
 
 def _key(order: DataOrder) -> str:

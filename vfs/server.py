@@ -31,8 +31,9 @@ from tenplexrun.core.order import DataOrder
 from tenplexrun.errors import DataError, ProcessError, TenplexError, UsageError
 from tenplexrun.vfs import farm
 from tenplexrun.vfs.data import PATIENCE_S, Data, Reader
-from tenplexrun.vfs.extents import Tell, present
+from tenplexrun.vfs.extents import present
 from tenplexrun.vfs.nodes import Directory, Live
+from tenplexrun.vfs.outage import Tell
 from tenplexrun.vfs.rows import Limits
 from tenplexrun.vfs.state import Snapshots
 from tenplexrun.vfs.view import Catalogued, fitting, tree
@@ -66,24 +67,28 @@ class Chosen:
 
 
 class Reporter:
-    """Tells stderr and whoever is connected what went wrong, as the notification "failed"."""
+    """Tells the agents that are connected what went wrong, as the notification "failed", and stderr if none is."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.listeners: weakref.WeakSet[channel.Channel] = weakref.WeakSet()
         self._loop = loop
 
     def __call__(self, message: str) -> None:
-        with contextlib.suppress(OSError):  # whoever read our messages may have gone
-            print(f"dataset view: {message}", file=sys.stderr)
-        self._notify("failed", {"message": message})
+        self._say("failed", message)
 
     def tell(self, kind: str, **fields: Any) -> None:
         """The same from other threads, also what is no failure."""
         with contextlib.suppress(RuntimeError):  # the loop has ended
-            if kind == "failed":
-                self._loop.call_soon_threadsafe(self, fields["message"])
+            if "message" in fields:
+                self._loop.call_soon_threadsafe(self._say, kind, fields["message"])
             else:
                 self._loop.call_soon_threadsafe(self._notify, kind, fields)
+
+    def _say(self, kind: str, message: str) -> None:
+        if all(listener.closed for listener in self.listeners):
+            with contextlib.suppress(OSError):  # whoever read our messages may have gone
+                print(f"dataset view: {message}", file=sys.stderr)
+        self._notify(kind, {"message": message})
 
     def _notify(self, kind: str, fields: Record) -> None:
         for listener in list(self.listeners):
@@ -296,10 +301,16 @@ async def serve(config: Config) -> None:
     report = Reporter(asyncio.get_running_loop())
     chosen = choose(config, report)
     views = Views(chosen, config, report.tell)
+
+    async def handle(caller: channel.Channel, op: str, args: Record) -> Record:
+        if op not in ("hello", "rows"):  # which others ask, too: a patrol, readers
+            report.listeners.add(caller)
+        return await views.handle(caller, op, args)
+
     kernel = asyncio.ensure_future(chosen.serving() if chosen.serving else stop.wait())
     try:
         await views.restore()
-        await channel.serve(f"unix:{socket}", views.handle, report.listeners.add)
+        await channel.serve(f"unix:{socket}", handle)
         await asyncio.wait({kernel, asyncio.ensure_future(stop.wait())}, return_when=asyncio.FIRST_COMPLETED)
         if not stop.is_set():
             why = kernel.exception() or "somebody else unmounted it"

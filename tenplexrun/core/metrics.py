@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Literal
 
 from tenplexrun.core.rounds import Round
@@ -40,5 +40,25 @@ def of_round(round_: Round, progress: Mapping[str, Any]) -> str:
             ("sealed_step", "gauge", "Step of the newest snapshot that is whole on this node.", step("sealed")),
             ("committed_step", "gauge", "Step of the newest snapshot that is on enough nodes.", step("committed")),
             ("checkpoint_step", "gauge", "Step of the newest durable checkpoint.", round_.saved),
+        ],
+    )
+
+
+def of_datasets(records: Collection[Mapping[str, Any]]) -> str:
+    """What this node keeps of datasets, all together; "" where it keeps none. `records`: `vfs.extents.Keeper`'s."""
+
+    def total(name: str) -> int:
+        return sum(record[name] for record in records)
+
+    if not records:
+        return ""
+    return exposition(
+        "tenplex_extents",
+        [
+            ("owned", "gauge", "Extents of datasets that this node owns.", total("owned")),
+            ("unowned", "gauge", "Extents of datasets that fit into no node.", total("unowned")),
+            ("wanted_bytes", "gauge", "Bytes of datasets that this node is to keep.", total("wanted_bytes")),
+            ("here_bytes", "gauge", "Bytes of these that are here.", total("here_bytes")),
+            ("budget_bytes", "gauge", "Bytes that they may have.", max(record["budget"] for record in records)),
         ],
     )

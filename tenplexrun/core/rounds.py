@@ -9,6 +9,7 @@ All are JSON documents in the coordination store, below `runs/<run_id>/<run_epoc
     requests/<id>           Request; answered below answers/<id>
     progress                {"round", "step", "committed", "sealed", "copies", "restarts_left"} as rank 0's node saw it
                             last, for people
+    datasets/<node>         what that node keeps of datasets, a list of records (`vfs.extents.Keeper`), for people
 """
 
 from __future__ import annotations

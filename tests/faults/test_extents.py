@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ from programs.reader import row_of
 from tenplexrun.agent.sweep import sweep
 from tenplexrun.core.order import DataOrder
 
-from .test_job import end, process
+from .test_job import curl, end, process
 
 PROGRAMS = Path(__file__).resolve().parent.parent / "programs"
 
@@ -135,6 +136,12 @@ def test_each_node_keeps_its_share(nodes: Cluster, dataset: str) -> None:
     assert not numbers(nodes, "a") & numbers(nodes, "b")
     for name in "ab":
         assert taken(nodes, name) < SAMPLES * SIZE // 2 + 2 * WINDOW
+    line = f"    {dataset}: 32 of 64 extents, 8.0 of 8.0 MiB here (of all datasets up to 64 MiB may be)\n"
+    nodes.wait(lambda: nodes.ctl("status").stdout.count(line) == 2, "the status of both nodes")
+    content = json.loads(nodes.ctl("status", "--json").stdout)
+    assert f"\ntenplex_extents_here_bytes {SAMPLES * SIZE // 2}\n" in curl(nodes, "/metrics")
+    [kept] = next(records for key, records in content.items() if "/datasets/" in key)
+    assert (kept["owned"], kept["here_bytes"], kept["whole"]) == (EXTENTS // 2, SAMPLES * SIZE // 2, True)
     end(nodes)
     assert check_order(nodes) > 2 * SAMPLES // 24
 
@@ -224,6 +231,19 @@ def test_files_that_stall_are_not_felt_while_the_window_lasts(nodes: Cluster, tm
         nodes.progress(30)
         server.failing = 40
         nodes.progress(8)
+        server.failing = 1 << 30
+        nodes.wait(lambda: nodes.events(kind="view_failed"), "an outage")
+        requests = server.requests
+        nodes.wait(lambda: server.requests > requests + 100, "more attempts")
+        server.failing = 0
+        nodes.progress(30)
+        kinds = ("view_failed", "view_recovered")
+        told = {name: [e["event"] for e in nodes.events(name) if e["event"] in kinds] for name in "ab"}
+        assert [*kinds] in told.values()
+        assert all(said in ([], [*kinds]) for said in told.values()), "once a node and outage"
+        line = r"^tenplexrun [\d:.]+ \[\w+\] the dataset view of this node: rows of npy:.* can be fetched again$"
+        said = "\n".join(map(nodes.log, "ab"))
+        assert len(re.findall(line, said, re.MULTILINE)) == said.count("can be fetched again") > 0
         end(nodes)
     check_order(nodes)
 

@@ -148,12 +148,47 @@ def test_files_that_are_gone_are_an_error_where_a_row_is_needed(
     data._remote._local = type(data._remote._local)()
     ids, _, _ = ORDER.share(32, 0, 1)
     np.testing.assert_array_equal(extents.gather(ids, 32), rows[ids])
-    until(lambda: any("needed later cannot be fetched" in one.get("message", "") for one in told))
+    until(lambda: any("rows of npy:" in one["message"] for one in told if one["kind"] == "failed"))
     far, _, _ = ORDER.share(2048, 0, 1)
     with pytest.raises(DataError, match=r"rows\.npy.*tried again for 0\.5 s"):
         extents.gather(far, 2048)
     (tmp_path / "gone.npy").rename(tmp_path / "rows.npy")
     np.testing.assert_array_equal(extents.gather(far, 2048), rows[far])
+    until(lambda: any(one["kind"] == "recovered" for one in told))
+    assert [one["kind"] for one in told if "message" in one] == ["failed", "recovered"]
+
+
+def test_an_outage_is_told_once_though_some_rows_come(
+    open_data: Open, rows: np.ndarray, told: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two views, one reads what is there, again and again."""
+    data, down = open_data(patience_s=0.5), {"rows": 0}
+    gather, half = Remote.gather, SAMPLES // 2
+
+    def failing(self: Remote, ids: np.ndarray) -> np.ndarray:
+        if down["rows"] and (ids >= half).any():
+            down["rows"] += 1
+            raise DataError("its server does not answer")
+        return gather(self, ids)
+
+    monkeypatch.setattr(Remote, "gather", failing)
+    down["rows"] = 1
+    plan = data.follow(alone(0))
+    whole = data.reader(plan, Reader("whole", Path("/view/whole"), ORDER, 0, 1, 0), 0.0)
+    until(lambda: down["rows"] > 1)
+    lower = DataOrder(half, 3, 32, 4)
+    for begin in range(0, half, 32):
+        extents = data.reader(f"lower {begin}", plan, lower, 0, 1, begin)
+        ids, _, _ = lower.share(begin, 0, 1)
+        np.testing.assert_array_equal(extents.gather(ids, begin), rows[ids])
+        data.rows.close(f"lower {begin}")
+    until(lambda: down["rows"] > 3)
+    assert [one["kind"] for one in told if "message" in one] == ["failed"]
+    down["rows"] = 0
+    ids, _, _ = ORDER.share(0, 0, 1)
+    np.testing.assert_array_equal(whole.gather(ids, 0), rows[ids])
+    until(lambda: any(one["kind"] == "recovered" for one in told))
+    assert [one["kind"] for one in told if "message" in one] == ["failed", "recovered"]
 
 
 def test_datasets_share_the_budget(
