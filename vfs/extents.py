@@ -38,8 +38,7 @@ _PARTIAL = ".partial"
 
 
 def catalogue_of(dataset: Dataset) -> Catalogue:
-    """With some dozens of extents to share, of a size that is good to move. Raises DataError for samples of different
-    sizes."""
+    """With some dozens of extents to share, of a size that is good to move."""
     size = dataset.sample_bytes
     wanted = min(max(dataset.num_bytes // EXTENTS, LEAST_EXTENT_BYTES), EXTENT_BYTES)
     per_extent = min(samples_per_extent(size, wanted), dataset.num_samples)
@@ -51,6 +50,12 @@ def present(home: Path) -> set[int]:
     with contextlib.suppress(FileNotFoundError):
         return {int(match[1]) for name in os.listdir(home) if (match := re.fullmatch(r"extent-(\d+)\.bin", name))}
     return set()
+
+
+def taken(directory: Path) -> int:
+    """Bytes that datasets take below `directory`: their extents, and files that views link to (`vfs.linked`)."""
+    files = sum(int(path.read_text()) for path in directory.glob("*/linked"))
+    return files + sum(path.stat().st_size for path in directory.glob("*/extent-*.bin"))
 
 
 class Keeper:
@@ -185,10 +190,10 @@ class Keeper:
     def _check_budget(self, plan: Plan, num_bytes: int) -> None:
         """A plan is of one dataset, the budget is for all. Raises ArenaFullError."""
         budget = plan.placement.budgets[plan.placement.me]
-        taken = sum(path.stat().st_size for path in self.home.parent.glob("*/extent-*.bin"))
-        if taken + num_bytes > budget and len(plan.wanted) == len(plan.mine):
+        used = taken(self.home.parent)
+        if used + num_bytes > budget and len(plan.wanted) == len(plan.mine):
             raise ArenaFullError(
-                f"no room for more of {self._remote.spec}: datasets have {taken} of the {budget} bytes that "
+                f"no room for more of {self._remote.spec}: datasets have {used} of the {budget} bytes that "
                 "--data-memory allows"
             )
 

@@ -10,31 +10,43 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor
 import numpy as np
 import numpy.typing as npt
 
+from tenplexrun import places
 from tenplexrun.core.order import Ids
 from tenplexrun.datasets.dataset import Dataset
+from tenplexrun.datasets.tables import Table
 from tenplexrun.errors import DataError
-from tenplexrun.formats import open_dataset
+from tenplexrun.formats import has_one_size, open_dataset
 
 THREADS = 16
 
 
 class Remote:
-    """Reads dataset `spec`, opened when first needed. May be used by several threads, each with files of its own."""
+    """Reads dataset `spec`, opened when first needed. May be used by several threads, each with files of its own.
+
+    `source` has its samples, `dataset` what extents are made of: the same, or blocks of bytes (`tenplexrun.places`).
+    """
 
     def __init__(self, spec: str) -> None:
         self.spec = spec
         self._local = threading.local()
-        self._opened: Dataset | None = None
+        self._opened: tuple[Dataset, Dataset] | None = None
         self._opening = threading.Lock()
         self._pool = ThreadPoolExecutor(THREADS, "remote")
 
     @property
+    def one_size(self) -> bool:
+        """Of the samples. Raises DataError for a name that is none."""
+        return has_one_size(self.spec)
+
+    @property
+    def source(self) -> Dataset:
+        """Raises DataError."""
+        return self._both()[0]
+
+    @property
     def dataset(self) -> Dataset:
         """Raises DataError."""
-        with self._opening:
-            if self._opened is None:
-                self._opened = open_dataset(self.spec)
-            return self._opened
+        return self._both()[1]
 
     def read(self, offset: int, num_bytes: int) -> bytes:
         """Bytes of the samples laid end to end. Raises DataError."""
@@ -55,6 +67,15 @@ class Remote:
 
     def stop(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _both(self) -> tuple[Dataset, Dataset]:
+        with self._opening:
+            if self._opened is None:
+                source = open_dataset(self.spec)
+                if isinstance(source, Table):
+                    source = source.rendered()
+                self._opened = source, source if source.spans is None else places.blocks(source)
+            return self._opened
 
     def _own(self) -> Dataset:
         if not hasattr(self._local, "dataset"):

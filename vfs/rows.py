@@ -12,6 +12,7 @@ import itertools
 import os
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -100,12 +101,21 @@ class Source:
             os.pwrite(fd, values.data, start + row * size)
 
 
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What samples are to extents: `rows_of` some ids, ascending, each once, and how many bytes a sample has of them,
+    on average."""
+
+    rows_of: Callable[[Ids], Ids]
+    sample_bytes: int
+
+
 class Rows:
     """The rows that views of one dataset need and this node does not own. All methods may be called by any thread."""
 
-    def __init__(self, source: Source, keeper: Keeper, limits: Limits) -> None:
-        self._source, self._keeper = source, keeper
-        self._limit_rows = max(1, limits.window_bytes // (source.catalogue.sample_bytes + 8))
+    def __init__(self, source: Source, keeper: Keeper, needs: Needs, limits: Limits) -> None:
+        self._source, self._keeper, self._needs = source, keeper, needs
+        self._limit_rows = max(1, limits.window_bytes // (needs.sample_bytes + 8))
         self._patience_s = limits.patience_s
         self._windows: dict[str, Ahead] = {}
         self._batches: list[Batch] = []
@@ -202,7 +212,7 @@ class Rows:
         while True:
             for window in sorted(self._windows.values(), key=lambda window: window.fetched - window.reached):
                 if (chunk := window.next_chunk()) is not None:
-                    _, absent = self._look(self._elsewhere(chunk.ids))
+                    _, absent = self._look(self._elsewhere(self._needs.rows_of(chunk.ids)))
                     if len(absent):
                         return window, dataclasses.replace(chunk, ids=absent)
                     window.done(chunk)

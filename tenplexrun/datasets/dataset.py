@@ -57,6 +57,13 @@ class Pieces:
     def __reduce__(self) -> tuple[type[Pieces], tuple[list[Piece]]]:
         return Pieces, (self._pieces,)
 
+    def padded(self, num_bytes: int) -> Pieces:
+        """The same with zeros behind them, up to so many bytes."""
+        return Pieces([*self._pieces, Piece("/dev/zero", 0, num_bytes - self.num_bytes)])
+
+    def reach(self, begin: int) -> None:
+        """Their reader is at the step that begins at position `begin` of the order, which is nothing to files."""
+
     def place(self, offset: int) -> tuple[Piece, int]:
         """The piece that byte `offset` of all lies in, and its offset in that file."""
         number = bisect.bisect_right(self._starts, offset) - 1

@@ -101,7 +101,7 @@ class Job:
         `dataset` is a name as in `tenplexrun.formats`, or a map-style dataset of torch's; `global_batch` samples a
         step, whatever the parallelism. `options` are those of torch's DataLoader that do not change the order
         (num_workers, collate_fn, ...): with any, or with samples of different sizes, a batch's rows are a tuple of
-        collated micro-batches; else they are one array, under the launcher read through the node's dataset view.
+        collated micro-batches; else they are one array. Under the launcher samples are read from the nodes' memory.
         `order_algo`: see `core.shuffle`. Raises DataError.
         """
         return open_loader(

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tenplexrun.core.extents import Placement
+from tenplexrun.core.extents import Placement, Plan
 from tenplexrun.core.order import DataOrder
 from tenplexrun.errors import DataChangedError, DataError
 from tenplexrun.samples import Extents
-from tenplexrun.vfs.data import Data
+from tenplexrun.vfs.data import Data, Reader
 from tenplexrun.vfs.remote import Remote
 from tenplexrun.vfs.rows import Limits
 
@@ -85,7 +85,13 @@ def open_data(tmp_path: Path, rows: np.ndarray, told: list[dict[str, Any]]) -> I
 def reader(data: Data, budget: int, rank: int = 0, size: int = 1, consumed: int = 0, name: str = "v") -> Extents:
     plan = data.follow(alone(budget))
     data.keeper.wait(DEADLINE_S)
-    return data.reader(name, plan, ORDER, rank, size, consumed)
+    return shown(data, plan, name, ORDER, rank, size, consumed)
+
+
+def shown(data: Data, plan: Plan, name: str, order: DataOrder, rank: int, size: int, consumed: int) -> Extents:
+    found = data.reader(plan, Reader(name, Path("/view") / name, order, rank, size, consumed), 0.0)
+    assert isinstance(found, Extents)
+    return found
 
 
 def files_bytes(data: Data) -> int:
@@ -192,11 +198,11 @@ def test_an_outage_is_told_once_though_some_rows_come(
     monkeypatch.setattr(Remote, "gather", failing)
     down["rows"] = 1
     plan = data.follow(alone(0))
-    whole = data.reader("whole", plan, ORDER, 0, 1, 0)
+    whole = shown(data, plan, "whole", ORDER, 0, 1, 0)
     until(lambda: down["rows"] > 1)
     lower = DataOrder(half, 3, 32, 4)
     for begin in range(0, half, 32):
-        extents = data.reader(f"lower {begin}", plan, lower, 0, 1, begin)
+        extents = shown(data, plan, f"lower {begin}", lower, 0, 1, begin)
         ids, _, _ = lower.share(begin, 0, 1)
         np.testing.assert_array_equal(extents.gather(ids, begin), rows[ids])
         data.rows.close(f"lower {begin}")
@@ -217,7 +223,7 @@ def test_datasets_share_the_budget(
     second = open_data("more")
     plan = second.follow(alone(3 << 20))
     until(lambda: any("no room for more of npy:" in one.get("message", "") for one in told))
-    extents = second.reader("w", plan, ORDER, 0, 1, 0)
+    extents = shown(second, plan, "w", ORDER, 0, 1, 0)
     total = sum(path.stat().st_size for path in (tmp_path / "extents").glob("*/extent-*.bin"))
     assert total == 3 << 20
     ids = np.arange(0, SAMPLES, 5)
