@@ -9,6 +9,7 @@
     │   └── WireError             68  a peer spoke nonsense, or went away in mid-stream
     │       └── PeerLostError     68  it cannot be reached, or stalls: it may come back
     ├── DataError                 69  the dataset, its order or its view
+    │   └── DataChangedError       69  its files are not what they were: no restart would mend that
     ├── CoordinationError         70  etcd unreachable or refusing
     │   ├── CompareFailedError    70  a compare-and-swap was lost
     │   └── RunGoneError          70  the run has ended, or was started anew, without this node
@@ -61,6 +62,10 @@ class PeerLostError(WireError):
 
 class DataError(TenplexError):
     exit_code = 69
+
+
+class DataChangedError(DataError):
+    """A file of the dataset has gone, or is not what it was when the job began: it would not be later, either."""
 
 
 class CoordinationError(TenplexError):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from tenplexrun.errors import DataChangedError
+
 Tell = Callable[..., None]
 
 
@@ -23,8 +25,9 @@ class Outage:
             begins = not self._missing
             self._missing.add(what)
         if begins:  # the library of a file system may have errors without words
-            text = f"{what} of {self._spec} cannot be fetched now, which is tried again until it works"
-            self._tell("failed", message=f"{text}: {error or repr(error)}")
+            text = f"{what} of {self._spec} cannot be fetched"
+            again = " now, which is tried again until it works" * (not isinstance(error, DataChangedError))
+            self._tell("failed", message=f"{text}{again}: {error or repr(error)}")
 
     def works(self, what: str) -> None:
         with self._lock:

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from tenplexrun.core.ahead import Ahead, Chunk
 from tenplexrun.core.order import DataOrder, Ids
-from tenplexrun.errors import DataError
+from tenplexrun.errors import DataChangedError, DataError
 from tenplexrun.samples import Catalogue, found_in, rows_places
 from tenplexrun.vfs.extents import Keeper, present
 from tenplexrun.vfs.neighbours import Neighbours, Run
@@ -139,7 +139,8 @@ class Rows:
             self._windows.pop(name, None)
 
     def find(self, name: str, ids: Ids, begin: int | None) -> list[str]:
-        """The files with all these rows. Waits for them; raises DataError where they cannot be had for a long time."""
+        """The files with all these rows. Waits for them; raises DataError where they cannot be had for a long
+        time, DataChangedError at once."""
         self._suspect(ids)
         ids = np.unique(ids)
         with self._changed:
@@ -160,6 +161,8 @@ class Rows:
                 return [str(batch.path) for batch in found]
             try:
                 batch = self._source.fetch(left, order, first, first + 1)
+            except DataChangedError:
+                raise
             except (DataError, OSError) as error:
                 if time.monotonic() > deadline or self._stopping:
                     raise DataError(f"{error} (tried again for {self._patience_s:g} s)") from error

@@ -71,7 +71,8 @@ class Pieces:
         return piece, piece.offset + offset - self._starts[number]
 
     def read(self, offset: int, num_bytes: int) -> bytes:
-        """Raises DataError when a file has gone or shrunk since it was listed."""
+        """Raises DataChangedError when a file has gone or shrunk since it was listed, DataError when it cannot be read
+        now."""
         data = bytearray(num_bytes)
         self.read_into(offset, memoryview(data))
         return bytes(data)
@@ -121,9 +122,11 @@ class Pieces:
                 more = os.preadv(file.fileno(), [data[found:]], piece.offset + skip + found)
                 found = found + more if more else -1
         except OSError as error:
+            if isinstance(error, FileNotFoundError) and os.path.isdir(os.path.dirname(piece.path)):
+                raise remote.changed(piece.path, "has gone") from error  # else what it lies on may be away
             raise DataError(f"cannot read {piece.path}: {error.strerror}; is it there on this node?") from error
         if found != len(data):
-            raise DataError(f"{piece.path} has shrunk since the job began; restore it")
+            raise remote.changed(piece.path, "has shrunk")
 
     def _open(self, path: str) -> FileIO:
         while len(self._files) >= _MAX_OPEN_FILES:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 from tenplexrun.core.extents import Placement, Plan
 from tenplexrun.core.order import DataOrder
-from tenplexrun.errors import DataError
+from tenplexrun.errors import DataChangedError, DataError
 from tenplexrun.samples import Extents
 from tenplexrun.vfs.data import Data, Reader
 from tenplexrun.vfs.remote import Remote
@@ -39,7 +40,8 @@ def alone(budget: int) -> Placement:
 @pytest.fixture
 def rows(tmp_path: Path) -> np.ndarray:
     rows = np.random.default_rng(0).integers(0, 256, size=(SAMPLES, SIZE), dtype=np.uint8)
-    np.save(tmp_path / "rows.npy", rows)
+    (tmp_path / "files").mkdir()
+    np.save(tmp_path / "files" / "rows.npy", rows)
     return rows
 
 
@@ -72,7 +74,7 @@ def open_data(tmp_path: Path, rows: np.ndarray, told: list[dict[str, Any]]) -> I
             told.append({"kind": kind, **fields})
 
         limits = Limits(window, patience_s)
-        opened.append(Data(f"npy:{tmp_path}/{name}.npy", tmp_path / "extents", ("", None), limits, tell))
+        opened.append(Data(f"npy:{tmp_path}/files/{name}.npy", tmp_path / "extents", ("", None), limits, tell))
         return opened[-1]
 
     yield open_data
@@ -138,7 +140,7 @@ def test_any_rows_may_be_asked_for(open_data: Open, rows: np.ndarray) -> None:
         extents.gather(np.arange(SAMPLES), None, wait=False)
 
 
-def test_files_that_are_gone_are_an_error_where_a_row_is_needed(
+def test_files_that_are_away_are_an_error_where_a_row_is_needed(
     open_data: Open, rows: np.ndarray, tmp_path: Path, told: list[dict[str, Any]]
 ) -> None:
     data = open_data(patience_s=0.5)
@@ -146,7 +148,7 @@ def test_files_that_are_gone_are_an_error_where_a_row_is_needed(
     ids, _, _ = ORDER.share(0, 0, 1)
     np.testing.assert_array_equal(extents.gather(ids, 0), rows[ids])
     until(lambda: data.rows._next() is None and data.rows._busy is None)
-    (tmp_path / "rows.npy").rename(tmp_path / "gone.npy")
+    (tmp_path / "files").rename(tmp_path / "away")
     for opened in (data._remote.dataset, *([data._remote._own()])):
         opened.pieces._files.clear()
     data._remote._local = type(data._remote._local)()
@@ -156,10 +158,28 @@ def test_files_that_are_gone_are_an_error_where_a_row_is_needed(
     far, _, _ = ORDER.share(2048, 0, 1)
     with pytest.raises(DataError, match=r"rows\.npy.*tried again for 0\.5 s"):
         extents.gather(far, 2048)
-    (tmp_path / "gone.npy").rename(tmp_path / "rows.npy")
+    (tmp_path / "away").rename(tmp_path / "files")
     np.testing.assert_array_equal(extents.gather(far, 2048), rows[far])
     until(lambda: any(one["kind"] == "recovered" for one in told))
     assert [one["kind"] for one in told if "message" in one] == ["failed", "recovered"]
+
+
+def test_a_file_that_has_changed_is_an_error_at_once(
+    open_data: Open, rows: np.ndarray, tmp_path: Path, told: list[dict[str, Any]]
+) -> None:
+    data, path = open_data(), tmp_path / "files" / "rows.npy"
+    extents = reader(data, 0)
+    ids, _, _ = ORDER.share(0, 0, 1)
+    np.testing.assert_array_equal(extents.gather(ids, 0), rows[ids])
+    os.truncate(path, 1 << 20)
+    with pytest.raises(DataChangedError, match=r"rows\.npy has shrunk since the job began; restore it, and start"):
+        extents.gather(np.arange(SAMPLES - 32, SAMPLES))
+    path.unlink()
+    data._remote._local = type(data._remote._local)()  # files that are open stay readable
+    with pytest.raises(DataChangedError, match=r"rows\.npy has gone since the job began"):
+        extents.gather(np.arange(64))
+    until(lambda: any("rows of npy:" in one.get("message", "") for one in told))
+    assert not any("tried again" in one.get("message", "") for one in told)
 
 
 def test_an_outage_is_told_once_though_some_rows_come(
@@ -198,7 +218,7 @@ def test_an_outage_is_told_once_though_some_rows_come(
 def test_datasets_share_the_budget(
     open_data: Open, rows: np.ndarray, tmp_path: Path, told: list[dict[str, Any]]
 ) -> None:
-    np.save(tmp_path / "more.npy", rows[::-1])
+    np.save(tmp_path / "files" / "more.npy", rows[::-1])
     first = reader(open_data(), 3 << 20)
     second = open_data("more")
     plan = second.follow(alone(3 << 20))
