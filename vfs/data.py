@@ -25,7 +25,7 @@ from tenplexrun.vfs.rows import Limits, Needs, Rows, Source
 from tenplexrun.vfs.view import Catalogued, Samples
 
 PATIENCE_S = 3.0
-"""So long the first reader waits for its extents; then rows that are not there yet are fetched one by one."""
+"""So long the first reader of a job waits; then rows that are not there yet are fetched one by one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +81,11 @@ class Data:
     def reader(self, plan: Plan, about: Reader, patience_s: float) -> Samples:
         """What a view reads from. Rows that are not in this node's extents are fetched ahead for it from now on.
 
-        The first reader waits for these extents, but no longer than `patience_s`; after a change training waits, and
-        rows that are not there yet are fetched as they are asked for.
+        At the start of a job the first reader waits for these extents, but no longer than `patience_s`. In a change the
+        others would wait for it: there, rows that are not here yet are fetched as they are asked for.
         """
-        patience_s, self._begun = 0.0 if self._begun else patience_s, True
+        started = self._begun or any(plan.held.values())
+        patience_s, self._begun = 0.0 if started else patience_s, True
         self.keeper.wait(patience_s)
         find = partial(self.rows.find, about.name)
         extents = Extents(self.catalogue, str(self.keeper.home), plan.wanted, find, self._proved)
@@ -95,12 +96,12 @@ class Data:
             self.rows.open(about.name, about.order, about.rank, about.size, first)
         if self._mixed is None:
             return extents
-        folder = None
+        links = None
         if self._linked is not None and extents.all_here and not about.bare:
             budget = plan.placement.budgets[plan.placement.me]
             longest = self._limits.patience_s if patience_s else 0.0
-            folder = self._linked.use(about.name, budget, self.keeper.wait, longest)
-        return Mixed(self._mixed, self.keeper.home, extents, about.root, folder)
+            links = self._linked.use(about.name, budget, self.keeper.wait, longest)
+        return Mixed(self._mixed, self.keeper.home, extents, about.root, links)
 
     def leave(self, name: str) -> None:
         """A view is shown no more."""

@@ -18,7 +18,8 @@ import numpy as np
 from tenplexrun import places
 from tenplexrun.errors import DataError
 from tenplexrun.vfs.extents import taken
-from tenplexrun.vfs.mixed import MixedCatalogue, Read, stored_name
+from tenplexrun.vfs.mixed import MixedCatalogue, Read
+from tenplexrun.vfs.nodes import Link
 
 _TOGETHER = 64
 _PARTIAL = "files.partial"
@@ -29,14 +30,16 @@ class Linked:
 
     def __init__(self, catalogue: MixedCatalogue, home: Path, read: Read) -> None:
         self._catalogue, self._home, self._read = catalogue, home, read
-        self.folder, self._mark = home / "files", home / "linked"
+        self._folder, self._mark = home / "files", home / "linked"
+        ends = (os.path.splitext(name)[1] for _, name in catalogue.names)
+        self._links = [Link(f"{self._folder}/{number:08d}{end}") for number, end in enumerate(ends)]
         self._views: set[str] = set()
         self._thread: threading.Thread | None = None
         self._stopping = False
         shutil.rmtree(home / _PARTIAL, ignore_errors=True)
 
-    def use(self, view: str, budget: int, whole: Callable[[float], bool], patience_s: float) -> Path | None:
-        """The folder with the files, which stays until `leave`; None: this view has to do without it.
+    def use(self, view: str, budget: int, whole: Callable[[float], bool], patience_s: float) -> list[Link] | None:
+        """Links to the files, which stay until `leave`; None: this view has to do without it.
 
         `whole(seconds)` waits so long for all extents of the dataset to be here. With 0 s of patience nobody waits: the
         files are written aside, for views to come.
@@ -53,14 +56,14 @@ class Linked:
         if not self._mark.exists():
             return None
         self._views.add(view)
-        return self.folder
+        return self._links
 
     def leave(self, view: str, kept: bool) -> None:
         """`view` is shown no more; without one, and unless `kept`, the files go."""
         self._views.discard(view)
         if not kept and not self._views and self._mark.exists():
             self._mark.unlink()
-            shutil.rmtree(self.folder, ignore_errors=True)
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def stop(self) -> None:
         self._stopping = True
@@ -81,7 +84,7 @@ class Linked:
         """Raises DataError."""
         partial = self._home / _PARTIAL
         starts, ends = places.load(self._home)
-        for left in (partial, self.folder):
+        for left in (partial, self._folder):
             shutil.rmtree(left, ignore_errors=True)
         try:
             partial.mkdir()
@@ -90,12 +93,11 @@ class Linked:
                     raise DataError("the dataset view was told to stop while it wrote files")
                 part = slice(first, first + _TOGETHER)
                 data = self._read(np.asarray(starts[part]), np.asarray(ends[part]))
-                names = self._catalogue.names[part]
-                for number, (name, content) in enumerate(zip(names, data, strict=True), first):
-                    with open(partial / stored_name(number, name), "xb") as file:
+                for link, content in zip(self._links[part], data, strict=True):
+                    with open(partial / os.path.basename(link.target), "xb") as file:
                         file.write(content)
                         os.fchmod(file.fileno(), 0o400)
-            partial.rename(self.folder)
+            partial.rename(self._folder)
         except OSError as error:
             shutil.rmtree(partial, ignore_errors=True)
             raise DataError(f"cannot write {partial}: {error.strerror}") from error

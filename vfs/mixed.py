@@ -17,7 +17,6 @@ the dataset twice (`vfs.linked`). The others
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -64,14 +63,14 @@ _FRAMINGS = {
 
 @dataclass(frozen=True, slots=True)
 class MixedCatalogue:
-    """`num_bytes` of all samples; `names` where samples are whole files: folder and name of each, else nothing, and
-    `classes`, the folders among them."""
+    """`num_bytes` of all samples; `names` where samples are whole files: class (a folder or "") and name of each, else
+    nothing, and `classes`, the folders among them."""
 
     num_samples: int
     fingerprint: str
     num_bytes: int
     framing: Framing
-    names: list[str]
+    names: list[tuple[str, str]]
     classes: list[str]
 
     sample_bytes = 0
@@ -90,8 +89,9 @@ class MixedCatalogue:
                 )
         framing = Framing() if names else _FRAMINGS.get(format_of(dataset.spec), Framing())
         num_bytes = int((dataset.spans.ends - dataset.spans.starts).sum())
-        classes = sorted({name.rpartition("/")[0] for name in names} - {""})
-        return cls(dataset.num_samples, dataset.fingerprint(), num_bytes, framing, names, classes)
+        split = [(folder, name) for folder, _, name in (name.rpartition("/") for name in names)]
+        classes = sorted({folder for folder, _ in split} - {""})
+        return cls(dataset.num_samples, dataset.fingerprint(), num_bytes, framing, split, classes)
 
     def save(self, home: Path) -> None:
         (home / "mixed.json").write_text(json.dumps(asdict(self)))
@@ -111,17 +111,17 @@ class MixedCatalogue:
 class Mixed:
     """What one reader sees of a dataset: `extents` have its blocks, places are those of its samples in `home`.
 
-    `linked`: the folder with its whole files, if this node has them. `root`: where the view will be.
+    `links`: to its whole files, if this node has them. `root`: where the view will be.
     """
 
     def __init__(
-        self, catalogue: MixedCatalogue, home: Path, extents: Extents, root: Path, linked: Path | None = None
+        self, catalogue: MixedCatalogue, home: Path, extents: Extents, root: Path, links: list[Link] | None = None
     ) -> None:
-        self.catalogue, self._extents, self._root, self._linked = catalogue, extents, root, linked
+        self.catalogue, self._extents, self._root, self._links = catalogue, extents, root, links
         self._starts, self._ends = places.load(home)
 
     def row_bytes(self, ids: Ids) -> Ids:
-        if self._linked is not None:
+        if self._links is not None:
             return np.full(len(ids), _LINK_BYTES)
         framing = self.catalogue.framing
         sizes: Ids = self._ends[ids] - self._starts[ids]
@@ -138,15 +138,16 @@ class Mixed:
 
     def _files(self, shown: Window) -> tuple[dict[str, Node], dict[str, Any]]:
         folders: dict[str, dict[str, Node]] = {name: {} for name in ("", *self.catalogue.classes)}
+        starts = {folder: f"files/{folder}/" if folder else "files/" for folder in folders}
         lines, paths = [], []
         ids = shown.ids(0, shown.num_rows)
         for row, (number, size) in enumerate(zip(ids.tolist(), self.row_bytes(ids).tolist(), strict=True)):
-            folder, slash, name = self.catalogue.names[number].rpartition("/")
-            name, stored = f"{row:08d}-{name}", stored_name(number, name)
-            lines.append(f"files/{folder}{slash}{name}")
-            if self._linked is not None:
-                folders[folder][name] = Link(f"{self._linked}/{stored}")
-                paths.append(f"{self._linked}/{stored}")
+            folder, name = self.catalogue.names[number]
+            name = f"{row:08d}-{name}"
+            lines.append(starts[folder] + name)
+            if self._links is not None:
+                folders[folder][name] = link = self._links[number]
+                paths.append(link.target)
             else:
                 folders[folder][name] = self._waiting(size, partial(self._read_row, shown, row, number))
                 paths.append(f"{self._root}/{lines[-1]}")
@@ -201,10 +202,6 @@ def blocks_of(catalogue: MixedCatalogue, home: Path, block_bytes: int) -> Callab
     starts, ends = places.load(home)
     framing = catalogue.framing
     return lambda ids: covering(starts[ids] - framing.before, ends[ids] + framing.after, block_bytes)
-
-
-def stored_name(number: int, name: str) -> str:
-    return f"{number:08d}{os.path.splitext(name)[1]}"
 
 
 def _lines(names: list[str]) -> File:
