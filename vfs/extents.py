@@ -106,10 +106,9 @@ class Keeper:
     def suspect(self, numbers: Collection[int]) -> None:
         """Somebody has found an extent damaged: prove it, and have a damaged one fetched anew."""
         for number in numbers:
-            with contextlib.suppress(OSError, ValueError):
-                if not self._intact(number):
-                    self._drop(number)
-                    self._tell("failed", message=f"extent {number} of {self._remote.spec} is damaged, fetched anew")
+            if not self._intact(number) and (self.home / extent_name(number)).exists():  # else it was dropped just now
+                self._drop(number)
+                self._tell("failed", message=f"extent {number} of {self._remote.spec} is damaged, fetched anew")
         self._wake.set()
 
     def stop(self) -> None:
@@ -226,8 +225,11 @@ class Keeper:
         self._dropped(number)
 
     def _intact(self, number: int) -> bool:
-        sums = np.fromfile(self.home / sums_name(number), np.uint64)
-        data = np.memmap(self.home / extent_name(number), dtype=np.uint8, mode="r").data
+        try:
+            sums = np.fromfile(self.home / sums_name(number), np.uint64)
+            data = np.memmap(self.home / extent_name(number), dtype=np.uint8, mode="r").data
+        except (OSError, ValueError):  # without checksums, or empty
+            return False
         return np.array_equal(block_sums(data, self.catalogue), sums)
 
     def _report(self, plan: Plan, whole: bool) -> None:

@@ -215,6 +215,24 @@ def test_an_outage_is_told_once_though_some_rows_come(
     assert [one["kind"] for one in told if "message" in one] == ["failed", "recovered"]
 
 
+def test_extents_cut_short_or_without_checksums_are_fetched_anew(
+    open_data: Open, rows: np.ndarray, told: list[dict[str, Any]]
+) -> None:
+    data = open_data()
+    extents, size = reader(data, 8 << 20), data.catalogue.extent_bytes
+    first, second, third = (data.keeper.home / f"extent-0000{number}.bin" for number in (1, 2, 3))
+    for path, length in ((first, 0), (second, size // 2)):
+        path.chmod(0o600)
+        os.truncate(path, length)
+    third.with_suffix(".xxh3").unlink()
+    ids = np.arange(SAMPLES)
+    np.testing.assert_array_equal(extents.gather(ids), rows)
+    until(lambda: all(path.exists() and path.stat().st_size == size for path in (first, second, third)))
+    until(lambda: third.with_suffix(".xxh3").exists())
+    assert sum("is damaged, fetched anew" in one.get("message", "") for one in told) == 3
+    np.testing.assert_array_equal(extents.gather(ids), rows)
+
+
 def test_datasets_share_the_budget(
     open_data: Open, rows: np.ndarray, tmp_path: Path, told: list[dict[str, Any]]
 ) -> None:
