@@ -40,7 +40,8 @@ class Blame:
     def node_itself(self, what: str, error: TenplexError) -> Failure:
         """Something that the workers wait for has failed here."""
         lines = (f"{what} on node {self.node}: {error}",)
-        return Failure(self.node, self.host, self.first_rank, 0, 0, error.exit_code, time.time(), lines)
+        code, record = error.exit_code, error_file.final(error)
+        return Failure(self.node, self.host, self.first_rank, 0, 0, code, time.time(), lines, record)
 
     def error_path(self, local_rank: int) -> Path:
         """TORCHELASTIC_ERROR_FILE of a rank."""

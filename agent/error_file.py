@@ -2,18 +2,21 @@
 
     {"message": {"message": str, "extraInfo": {"py_callstack": str, "timestamp": str}, "errorCode": int}}
 
-Other handlers may write {"message": str} (torch/distributed/elastic/multiprocessing/errors/error_handler.py).
+Other handlers may write {"message": str} (torch/distributed/elastic/multiprocessing/errors/error_handler.py), and so do
+we, with the "kind", of an error that no restart would mend.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tenplexrun.core.rounds import Failure
+from tenplexrun.core.rounds import FINAL, Failure
+from tenplexrun.errors import TenplexError, to_wire
 
 VARIABLE = "TORCHELASTIC_ERROR_FILE"
 MAX_BYTES = 32 << 10  # of what is told to all nodes; a longer file is cut to its message
@@ -25,6 +28,20 @@ def make(path: Path) -> str:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
     return str(path)
+
+
+def leave(error: TenplexError, environ: Mapping[str, str]) -> None:
+    """For the agent of this worker to read, if nothing but another job could do better."""
+    path, record = environ.get(VARIABLE), final(error)
+    if path and record is not None:
+        with contextlib.suppress(OSError):  # then there are restarts, in vain
+            Path(path).write_text(json.dumps(record))
+
+
+def final(error: TenplexError) -> dict[str, str] | None:
+    """The record of an error that no restart would mend."""
+    record = to_wire(error)
+    return record if record["kind"] in FINAL else None
 
 
 def read(path: Path) -> dict[str, Any] | None:
@@ -48,7 +65,7 @@ def describe(failure: Failure) -> list[str]:
     """When it was, its error file if it adds to stderr, and the last lines of stderr; for the eyes of a person."""
     stamp = time.strftime("%H:%M:%S", time.localtime(failure.at)) + f".{int(failure.at * 1000) % 1000:03d}"
     lines = [f"first failure at {stamp}: {failure.describe()}"]
-    if failure.error is not None:
+    if failure.error is not None and not failure.is_final:  # which is on stderr, too
         lines.append(f"its error file: {message_of(failure.error)}")
         found = failure.error.get("message")
         info = found.get("extraInfo") if isinstance(found, dict) else None

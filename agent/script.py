@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from typing import Literal, NoReturn
 
+from tenplexrun.agent import error_file
 from tenplexrun.errors import TenplexError
 
 
@@ -124,6 +125,7 @@ def _report(function: Callable[..., None], *args: object) -> int:
         raise
     except TenplexError as error:  # of our own interface: its one line says what to do, a traceback would bury it
         print(f"tenplexrun: {error}", file=sys.stderr)
+        error_file.leave(error, os.environ)
         return error.exit_code
     except BaseException as error:
         traceback = error.__traceback__

@@ -10,7 +10,7 @@
 A path may be a URL of any protocol that fsspec knows: npy:http://host/x.npy, bytes:s3://bucket/dir?sample_bytes=129.
 The option `index` names what `tenplexctl data index` has stored (nothing: beside the data): then nothing is scanned.
 
-Shared by the view, which copies samples of one size into shared memory, and by training scripts, which read the others
+Shared by the view, which keeps them in shared memory, and by training scripts without a launcher, which read the files
 themselves. A percent sign and `?` in paths, `&`, `+` and `%` in options are percent-encoded, as in any URL.
 """
 
@@ -75,6 +75,11 @@ def has_one_size(spec: str) -> bool:
     """Whether all samples of the format that `spec` names are of one type and shape. Raises DataError for no name."""
     name, _, options = _parse(spec)
     return name in ("bytes", "npy", "npz") or (name == "megatron" and "seq_length" in options)
+
+
+def has_bytes(spec: str) -> bool:
+    """Whether samples are bytes of the dataset's files, as rows of tables are not. Raises DataError for no name."""
+    return _parse(spec)[0] not in ("parquet", "arrow")
 
 
 def format_of(spec: str) -> str:

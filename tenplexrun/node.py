@@ -81,7 +81,7 @@ class Node:
         hosting = Hosting(self.processes, self.node_dir, self.events, host, growing)
         store = StoreClient(str(self.node_dir / "store.sock"))
         kept = dataset_memory.Kept(self.events)
-        view = ViewClient(str(self.node_dir / "view.sock"), self._view_failed, kept.told)
+        view = ViewClient(str(self.node_dir / "view.sock"), self._view_failed, kept.told, self._view_recovered)
         checkpoints = self._checkpoints()
         watching = self._watch_over(host, hosting, died, checkpoints is not None)
         links, desk = Links(self.node, self.token, spec.tls), Desk()
@@ -308,6 +308,11 @@ class Node:
 
     def _view_failed(self, message: str) -> None:
         self.events.emit("view_failed", message=message)
+        self.events.say(f"the dataset view of this node: {message}")
+
+    def _view_recovered(self, message: str) -> None:
+        self.events.emit("view_recovered", message=message)
+        self.events.say(f"the dataset view of this node: {message}")
 
     def _store_failed(self, message: str) -> None:
         self.events.emit("store_failed", message=message)

@@ -171,17 +171,8 @@ class Extents:
         BlockingIOError for rows that are not here.
         """
         with self._shared.lock:
-            if not self._shared.unproved:  # as always after the first epoch: then numpy is all that it takes
-                return self._take(ids)
-            numbers = ids // self.catalogue.samples_per_extent
-            for number in np.unique(numbers[~self._shared.mapped[numbers] & self._here[numbers]]).tolist():
-                self._map(number)
-            records = ids - numbers * self.catalogue.samples_per_extent
-            blocks = numbers * self._shared.blocks + records // self.catalogue.samples_per_block
-            for block in np.unique(blocks[~self._shared.proved[blocks] & self._shared.mapped[numbers]]).tolist():
-                self._prove(block)
-            there = self._shared.proved[blocks]
-            if there.all():
+            there = self._there(ids)
+            if there is None:
                 return self._take(ids)
             if not wait:
                 raise BlockingIOError
@@ -191,11 +182,41 @@ class Extents:
         rows[~there] = self._fetched(ids[~there], begin)
         return rows
 
+    def read(self, starts: Ids, ends: Ids, begin: int | None = None, wait: bool = True) -> list[bytes]:
+        """Bytes [start, end) each, of all samples laid end to end. Raises as `gather`."""
+        size, shared = self.catalogue.sample_bytes, self._shared
+        places = list(zip(starts.tolist(), ends.tolist(), strict=True))
+        with shared.lock:
+            ids = covering(starts, ends, size) if shared.unproved or shared.memory is None else starts[:0]
+            if shared.memory is not None and self._there(ids) is None:
+                data = shared.memory.data.data
+                return [bytes(data[start:end]) for start, end in places]
+        data = np.ascontiguousarray(self.gather(ids, begin, wait)).reshape(-1).view(np.uint8).data
+        firsts = np.searchsorted(ids, starts // size) * size
+        return [
+            bytes(data[first + start % size :][: end - start])
+            for first, (start, end) in zip(firsts.tolist(), places, strict=True)
+        ]
+
     def forget(self, number: int) -> None:
         """Its file is gone: let its memory go, too."""
         with self._shared.lock:
             if self._shared.mapped[number]:
                 self._unmap(number)
+
+    def _there(self, ids: Ids) -> npt.NDArray[np.bool_] | None:
+        """Which of `ids` can be read from extents; None: all."""
+        if not self._shared.unproved:  # as always after the first epoch: then numpy is all that it takes
+            return None
+        numbers = ids // self.catalogue.samples_per_extent
+        for number in np.unique(numbers[~self._shared.mapped[numbers] & self._here[numbers]]).tolist():
+            self._map(number)
+        records = ids - numbers * self.catalogue.samples_per_extent
+        blocks = numbers * self._shared.blocks + records // self.catalogue.samples_per_block
+        for block in np.unique(blocks[~self._shared.proved[blocks] & self._shared.mapped[numbers]]).tolist():
+            self._prove(block)
+        there: npt.NDArray[np.bool_] = self._shared.proved[blocks]
+        return None if there.all() else there
 
     def _take(self, ids: Ids) -> npt.NDArray[Any]:
         if self._shared.memory is None:
@@ -270,6 +291,15 @@ class Extents:
                 continue
             return rows.view(self.catalogue.dtype).reshape(len(ids), *self.catalogue.shape)
         raise DataError(f"rows that were fetched ahead into {self.directory} vanish again and again")
+
+
+def covering(starts: Ids, ends: Ids, size: int) -> Ids:
+    """The numbers of the records of `size` bytes that bytes [start, end) lie in, ascending, each once."""
+    firsts = starts // size
+    counts = np.maximum(-(-ends // size) - firsts, 0)
+    counts[ends <= starts] = 0
+    skipped = np.cumsum(counts) - counts
+    return np.unique(np.repeat(firsts - skipped, counts) + np.arange(counts.sum()))
 
 
 def rows_places(num_rows: int, sample_bytes: int) -> tuple[int, int]:

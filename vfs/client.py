@@ -11,8 +11,8 @@ from tenplexrun.channel import Caller, Channel, Record
 class ViewClient:
     """Talks to the node's view process at `path`. Connects when first used, and again after it was restarted.
 
-    `on_failure` is told of each request of a reader that the view could not serve, `on_extents` of what this node
-    keeps of a dataset, once it is there.
+    `on_failure` is told of each request of a reader that the view could not serve, and when a dataset's files cannot be
+    had, `on_recovery` when they can again, `on_extents` of what this node keeps of a dataset, while it comes and then.
     """
 
     def __init__(
@@ -20,13 +20,16 @@ class ViewClient:
         path: str,
         on_failure: Callable[[str], None] = lambda message: None,
         on_extents: Callable[[Record], None] = lambda record: None,
+        on_recovery: Callable[[str], None] = lambda message: None,
     ) -> None:
-        self._on_failure, self._on_extents = on_failure, on_extents
+        self._on_failure, self._on_extents, self._on_recovery = on_failure, on_extents, on_recovery
         self._caller = Caller(f"unix:{path}", "the dataset view", handler=self._told)
 
     async def _told(self, _: Channel, op: str, args: Record) -> None:
         if op == "failed":
             self._on_failure(str(args["message"]))
+        elif op == "recovered":
+            self._on_recovery(str(args["message"]))
         elif op == "extents":
             self._on_extents(args)
 

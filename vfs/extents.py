@@ -27,9 +27,9 @@ from tenplexrun.errors import ArenaFullError, DataError
 from tenplexrun.samples import Catalogue, block_sums, extent_name, samples_per_extent, sums_name
 from tenplexrun.vfs.homes import full
 from tenplexrun.vfs.neighbours import Neighbours, Run
+from tenplexrun.vfs.outage import Outage, Tell
 from tenplexrun.vfs.remote import Remote
 
-Tell = Callable[..., None]
 EXTENT_BYTES, LEAST_EXTENT_BYTES, EXTENTS = 32 << 20, 256 << 10, 64
 _COPY_BYTES = 4 << 20
 _LOOK_S, _LAST_PAUSE_S = 1.0, 30.0
@@ -38,8 +38,7 @@ _PARTIAL = ".partial"
 
 
 def catalogue_of(dataset: Dataset) -> Catalogue:
-    """With some dozens of extents to share, of a size that is good to move. Raises DataError for samples of different
-    sizes."""
+    """With some dozens of extents to share, of a size that is good to move."""
     size = dataset.sample_bytes
     wanted = min(max(dataset.num_bytes // EXTENTS, LEAST_EXTENT_BYTES), EXTENT_BYTES)
     per_extent = min(samples_per_extent(size, wanted), dataset.num_samples)
@@ -51,6 +50,12 @@ def present(home: Path) -> set[int]:
     with contextlib.suppress(FileNotFoundError):
         return {int(match[1]) for name in os.listdir(home) if (match := re.fullmatch(r"extent-(\d+)\.bin", name))}
     return set()
+
+
+def taken(directory: Path) -> int:
+    """Bytes that datasets take below `directory`: their extents, and files that views link to (`vfs.linked`)."""
+    files = sum(int(path.read_text()) for path in directory.glob("*/linked"))
+    return files + sum(path.stat().st_size for path in directory.glob("*/extent-*.bin"))
 
 
 class Keeper:
@@ -70,6 +75,7 @@ class Keeper:
     ) -> None:
         self._remote, self.catalogue, self.home = remote, catalogue, home
         self._neighbours, self._tell, self._dropped = neighbours, tell, dropped
+        self.outage = Outage(remote.spec, tell)
         self.plan: Plan | None = None
         self.written: set[int] = set()
         """Extents that this process has written, and which are still here."""
@@ -78,6 +84,7 @@ class Keeper:
         self._stopping = False
         self._moved = {"peers": 0, "files": 0}
         self._reported: Plan | None = None  # as all here
+        self._crowded: Plan | None = None  # told that there is no room for it
         self._thread = threading.Thread(target=self._run, name="extents", daemon=True)
         home.mkdir(parents=True, exist_ok=True)
 
@@ -99,10 +106,9 @@ class Keeper:
     def suspect(self, numbers: Collection[int]) -> None:
         """Somebody has found an extent damaged: prove it, and have a damaged one fetched anew."""
         for number in numbers:
-            with contextlib.suppress(OSError, ValueError):
-                if not self._intact(number):
-                    self._drop(number)
-                    self._tell("failed", message=f"extent {number} of {self._remote.spec} is damaged, fetched anew")
+            if not self._intact(number) and (self.home / extent_name(number)).exists():  # else it was dropped just now
+                self._drop(number)
+                self._tell("failed", message=f"extent {number} of {self._remote.spec} is damaged, fetched anew")
         self._wake.set()
 
     def stop(self) -> None:
@@ -124,20 +130,24 @@ class Keeper:
             try:
                 if self._load_all(plan):
                     self._settled.set()
+                    self.outage.works("extents")
                     if self._reported is not plan:
                         self._report(plan, whole=True)
                 self._give(plan)
                 pause = _LOOK_S
             except Exception as error:  # a dataset's library has its own; this thread must live on
-                if pause == _LOOK_S:
-                    self._tell(
-                        "failed",
-                        message=f"extents cannot be fetched now, samples are, one by one: {error or repr(error)}",
-                    )
+                self._failed(plan, error)
                 pause = min(2 * pause, _LAST_PAUSE_S)
                 with contextlib.suppress(OSError):
                     self._give(plan)
             self._wake.wait(pause)
+
+    def _failed(self, plan: Plan, error: Exception) -> None:
+        if not isinstance(error, ArenaFullError):
+            self.outage.fails("extents", error)
+        elif self._crowded is not plan:  # a lack that lasts: rows come from elsewhere, which may well have an outage
+            self._crowded = plan
+            self._tell("failed", message=f"{error}; what has none is fetched row by row")
 
     def _load_all(self, plan: Plan) -> bool:
         """Fetch what is missing. Returns whether all is here; a newer plan ends it."""
@@ -179,10 +189,10 @@ class Keeper:
     def _check_budget(self, plan: Plan, num_bytes: int) -> None:
         """A plan is of one dataset, the budget is for all. Raises ArenaFullError."""
         budget = plan.placement.budgets[plan.placement.me]
-        taken = sum(path.stat().st_size for path in self.home.parent.glob("*/extent-*.bin"))
-        if taken + num_bytes > budget and len(plan.wanted) == len(plan.mine):
+        used = taken(self.home.parent)
+        if used + num_bytes > budget and len(plan.wanted) == len(plan.mine):
             raise ArenaFullError(
-                f"no room for more of {self._remote.spec}: datasets have {taken} of the {budget} bytes that "
+                f"no room for more of {self._remote.spec}: datasets have {used} of the {budget} bytes that "
                 "--data-memory allows"
             )
 
@@ -215,8 +225,11 @@ class Keeper:
         self._dropped(number)
 
     def _intact(self, number: int) -> bool:
-        sums = np.fromfile(self.home / sums_name(number), np.uint64)
-        data = np.memmap(self.home / extent_name(number), dtype=np.uint8, mode="r").data
+        try:
+            sums = np.fromfile(self.home / sums_name(number), np.uint64)
+            data = np.memmap(self.home / extent_name(number), dtype=np.uint8, mode="r").data
+        except (OSError, ValueError):  # without checksums, or empty
+            return False
         return np.array_equal(block_sums(data, self.catalogue), sums)
 
     def _report(self, plan: Plan, whole: bool) -> None:

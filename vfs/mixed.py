@@ -1,51 +1,44 @@
-"""Samples that differ in size, in shared memory and in the view.
+"""Samples that differ in size, in the view. Their bytes are in extents, as blocks (see `tenplexrun.places`).
 
-`<directory>/<key of the spec>/` holds, for samples that are whole files (images), each as `files/<number><its suffix>`;
-for others the samples end to end in extents, framed as their format has them in a file: lines end, records have their
-lengths and checksums. `starts.npy` (int64 [samples + 1]) has the byte at which each begins, all laid end to end, and
-`catalogue.json` the rest.
-
-The view of the first is links, straight into shared memory,
+Those that are whole files (images) are shown as such,
 
     files/<class>/<row>-<name>    one for each row; every class has a folder, files in none of them stand outside
     list.txt                      files/..., a line each, in reading order
-    paths.txt                     where they are in shared memory, in the same order: the fast way to many small files
+    paths.txt                     where each is read fastest, in the same order
 
-and that of the others
+as links straight into shared memory, which has them as `files/<number><its suffix>`, too, where this node has room for
+the dataset twice (`vfs.linked`). The others
 
-    pack-00000.jsonl ...          the samples of the rows, one after another, some MB a file
+    pack-00000.jsonl ...          the samples of the rows, one after another, some MB a file; a file of their format
     list.txt                      names of the packs, a line each, in order
     offsets.npy                   where each row begins in the packs laid end to end, and their end; int64 [rows + 1]
 """
 
 from __future__ import annotations
 
-import errno
 import json
-import os
-import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from itertools import chain
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from tenplexrun import places
 from tenplexrun.core.order import Ids
 from tenplexrun.datasets.dataset import Dataset
 from tenplexrun.errors import DataError
-from tenplexrun.formats import file_names, format_of, open_dataset
-from tenplexrun.mapping import EndToEnd
-from tenplexrun.samples import extent_name
-from tenplexrun.vfs.homes import appearing, full, home_of
+from tenplexrun.formats import file_names, format_of
+from tenplexrun.samples import Extents, covering
 from tenplexrun.vfs.nodes import Directory, File, Link, Node, array_file, text_file
 from tenplexrun.vfs.view import PACK_BYTES, pack_index
 from tenplexrun.vfs.window import Window
 
-EXTENT_BYTES = 32 << 20
-_COPY_BYTES = 4 << 20
 _LINK_BYTES = 1024  # what the kernel keeps of a link
+
+Read = Callable[[Ids, Ids], list[bytes]]
+"""First byte and end of each → the bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +49,13 @@ class Framing:
     suffix: str = ".bin"
     before: int = 0
     after: int = 0
-    ending: bytes = b""
+    ending: str = ""
 
 
 _FRAMINGS = {
-    "jsonl": Framing(".jsonl", ending=b"\n"),
-    "parquet": Framing(".jsonl", ending=b"\n"),  # rows as JSON: they have no bytes of their own
+    "jsonl": Framing(".jsonl", ending="\n"),
+    "parquet": Framing(".jsonl", ending="\n"),  # rows as JSON: they have no bytes of their own
+    "arrow": Framing(".jsonl", ending="\n"),
     "tar": Framing(".tar"),
     "tfrecord": Framing(".tfrecord", 12, 4),
 }
@@ -69,106 +63,149 @@ _FRAMINGS = {
 
 @dataclass(frozen=True, slots=True)
 class MixedCatalogue:
-    """`classes`: folders of whole files; None where samples are not whole files."""
+    """`num_bytes` of all samples; `names` where samples are whole files: class (a folder or "") and name of each, else
+    nothing, and `classes`, the folders among them."""
 
     num_samples: int
     fingerprint: str
-    suffix: str
-    classes: list[str] | None
+    num_bytes: int
+    framing: Framing
+    names: list[tuple[str, str]]
+    classes: list[str]
 
     sample_bytes = 0
     """They differ."""
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+    @classmethod
+    def of(cls, dataset: Dataset) -> MixedCatalogue:
+        """Raises DataError for names that a list cannot have."""
+        assert dataset.spans is not None
+        names = file_names(dataset)
+        for name in names:
+            if len(name.splitlines()) > 1:
+                raise DataError(
+                    f"dataset {dataset.spec}: the name {name!r} has more than one line, and list.txt names a file a "
+                    "line; rename it, or leave it out with exclude=NAME"
+                )
+        framing = Framing() if names else _FRAMINGS.get(format_of(dataset.spec), Framing())
+        num_bytes = int((dataset.spans.ends - dataset.spans.starts).sum())
+        split = [(folder, name) for folder, _, name in (name.rpartition("/") for name in names)]
+        classes = sorted({folder for folder, _ in split} - {""})
+        return cls(dataset.num_samples, dataset.fingerprint(), num_bytes, framing, split, classes)
+
+    def save(self, home: Path) -> None:
+        (home / "mixed.json").write_text(json.dumps(asdict(self)))
+
+    @classmethod
+    def load(cls, home: Path) -> MixedCatalogue:
+        """Raises OSError, ValueError, TypeError, KeyError."""
+        record = json.loads((home / "mixed.json").read_text())
+        return cls(**{**record, "framing": Framing(**record["framing"])})
+
+    def about(self) -> dict[str, Any]:
+        """What a view says of them."""
+        record = {"num_samples": self.num_samples, "fingerprint": self.fingerprint, "suffix": self.framing.suffix}
+        return {**record, "classes": self.classes} if self.names else record
 
 
-class Files:
-    """Samples that are files of their own."""
+class Mixed:
+    """What one reader sees of a dataset: `extents` have its blocks, places are those of its samples in `home`.
 
-    def __init__(self, catalogue: MixedCatalogue, home: Path) -> None:
-        self.catalogue = catalogue
-        self._names = [name.rpartition("/") for name in json.loads((home / "names.json").read_text())]
-        self._links = [
-            Link(f"{home}/files/{_stored_name(number, name)}") for number, (_, _, name) in enumerate(self._names)
-        ]
+    `links`: to its whole files, if this node has them. `root`: where the view will be.
+    """
+
+    def __init__(
+        self, catalogue: MixedCatalogue, home: Path, extents: Extents, root: Path, links: list[Link] | None = None
+    ) -> None:
+        self.catalogue, self._extents, self._root, self._links = catalogue, extents, root, links
+        self._starts, self._ends = places.load(home)
 
     def row_bytes(self, ids: Ids) -> Ids:
-        return np.full(len(ids), _LINK_BYTES)
+        if self._links is not None:
+            return np.full(len(ids), _LINK_BYTES)
+        framing = self.catalogue.framing
+        sizes: Ids = self._ends[ids] - self._starts[ids]
+        return sizes + framing.before + framing.after + len(framing.ending)
+
+    def about(self) -> dict[str, Any]:
+        return {"samples": self.catalogue.about(), "blocks": self._extents.catalogue.to_json(), **self._extents.about}
 
     def entries(self, shown: Window) -> tuple[dict[str, Node], dict[str, Any]]:
-        folders: dict[str, dict[str, Node]] = {name: {} for name in ("", *(self.catalogue.classes or ()))}
-        lines = []
-        ids = shown.ids(0, shown.num_rows).tolist()
-        for row, number in enumerate(ids):
-            folder, slash, name = self._names[number]
+        found, about = self._files(shown) if self.catalogue.names else self._packs(shown)
+        return found, {**self.about(), **about}
+
+    # --- whole files ----------------------------------------------------------------------------------------------
+
+    def _files(self, shown: Window) -> tuple[dict[str, Node], dict[str, Any]]:
+        folders: dict[str, dict[str, Node]] = {name: {} for name in ("", *self.catalogue.classes)}
+        starts = {folder: f"files/{folder}/" if folder else "files/" for folder in folders}
+        lines, paths = [], []
+        ids = shown.ids(0, shown.num_rows)
+        for row, (number, size) in enumerate(zip(ids.tolist(), self.row_bytes(ids).tolist(), strict=True)):
+            folder, name = self.catalogue.names[number]
             name = f"{row:08d}-{name}"
-            folders[folder][name] = self._links[number]
-            lines.append(f"files/{folder}{slash}{name}\n")
+            lines.append(starts[folder] + name)
+            if self._links is not None:
+                folders[folder][name] = link = self._links[number]
+                paths.append(link.target)
+            else:
+                folders[folder][name] = self._waiting(size, partial(self._read_row, shown, row, number))
+                paths.append(f"{self._root}/{lines[-1]}")
         files = folders.pop("")
         files.update((name, Directory(links)) for name, links in folders.items())
-        entries: dict[str, Node] = {"files": Directory(files), "list.txt": text_file("".join(lines))}
-        entries["paths.txt"] = text_file("".join(f"{self._links[number].target}\n" for number in ids))
-        return entries, {"samples": self.catalogue.to_json(), "files": "files"}
+        entries: dict[str, Node] = {"files": Directory(files), "list.txt": _lines(lines), "paths.txt": _lines(paths)}
+        return entries, {"files": "files"}
 
+    def _read_row(self, shown: Window, row: int, number: int, wait: bool, offset: int, count: int) -> bytes:
+        begin, end = int(self._starts[number]) + offset, int(self._ends[number])
+        starts, ends = np.array([min(begin, end)]), np.array([min(begin + count, end)])
+        return self._extents.read(starts, ends, shown.begin_of(row), wait)[0]
 
-class Packs:
-    """Samples end to end."""
+    # --- packs ----------------------------------------------------------------------------------------------------
 
-    def __init__(self, catalogue: MixedCatalogue, home: Path) -> None:
-        self.catalogue, self._home = catalogue, home
-        self._starts: Ids = np.load(home / "starts.npy", mmap_mode="r")
-        self._memory: EndToEnd | None = None
-
-    def row_bytes(self, ids: Ids) -> Ids:
-        return self._starts[ids + 1] - self._starts[ids]
-
-    def entries(self, shown: Window) -> tuple[dict[str, Node], dict[str, Any]]:
+    def _packs(self, shown: Window) -> tuple[dict[str, Node], dict[str, Any]]:
         ids = shown.ids(0, shown.num_rows)
         offsets = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(self.row_bytes(ids))])
-        packs = pack_index(_cut(offsets), self.catalogue.suffix)
-        entries: dict[str, Node] = {
-            pack["name"]: self._pack(ids, offsets, pack["first_row"], pack["rows"]) for pack in packs
-        }
-        entries["list.txt"] = text_file("".join(f"{name}\n" for name in entries))
+        packs = pack_index(_cut(offsets), self.catalogue.framing.suffix)
+        entries: dict[str, Node] = {}
+        for pack in packs:
+            first, last = pack["first_row"], pack["first_row"] + pack["rows"]
+            read = partial(self._read_pack, shown, ids, offsets, int(offsets[first]), int(offsets[last]))
+            entries[pack["name"]] = self._waiting(int(offsets[last] - offsets[first]), read)
+        entries["list.txt"] = _lines(list(entries))
         entries["offsets.npy"] = array_file(
             offsets.shape, offsets.dtype, lambda first, count: offsets[first : first + count]
         )
-        return entries, {"samples": self.catalogue.to_json(), "packs": packs, "offsets": "offsets.npy"}
+        return entries, {"packs": packs, "offsets": "offsets.npy"}
 
-    def _pack(self, ids: Ids, offsets: Ids, first_row: int, rows: int) -> File:
-        start, stop = int(offsets[first_row]), int(offsets[first_row + rows])
+    def _read_pack(
+        self, shown: Window, ids: Ids, offsets: Ids, start: int, stop: int, wait: bool, offset: int, count: int
+    ) -> bytes:
+        begin, end = start + offset, min(start + offset + count, stop)
+        if begin >= end:
+            return b""
+        first, last = int(np.searchsorted(offsets, begin, "right")) - 1, int(np.searchsorted(offsets, end))
+        skipped, framing = begin - int(offsets[first]), self.catalogue.framing
+        starts, ends = self._starts[ids[first:last]] - framing.before, self._ends[ids[first:last]] + framing.after
+        samples = self._extents.read(starts, ends, shown.begin_of(first), wait)
+        ending = framing.ending.encode()
+        data = b"".join(sample + ending for sample in samples) if ending else b"".join(samples)
+        return data[skipped : skipped + end - begin]
 
-        def read(offset: int, count: int) -> bytes:
-            begin, end = start + offset, min(start + offset + count, stop)
-            if begin >= end:
-                return b""
-            first, last = int(np.searchsorted(offsets, begin, "right")) - 1, int(np.searchsorted(offsets, end))
-            skipped = begin - int(offsets[first])
-            return self._bytes(ids[first:last])[skipped : skipped + end - begin]
+    @staticmethod
+    def _waiting(num_bytes: int, read: Callable[[bool, int, int], bytes]) -> File:
+        return File(num_bytes, partial(read, False), partial(read, True))
 
-        return File(stop - start, read)
 
-    def _bytes(self, ids: Ids) -> bytes:
-        """The samples `ids` end to end. Raises DataError when an extent is missing."""
-        data = self._mapped().data.data
-        return b"".join(
-            data[begin:end]
-            for begin, end in zip(self._starts[ids].tolist(), self._starts[ids + 1].tolist(), strict=True)
-        )
+def blocks_of(catalogue: MixedCatalogue, home: Path, block_bytes: int) -> Callable[[Ids], Ids]:
+    """Of sample ids, the blocks that they lie in, ascending, each once."""
+    starts, ends = places.load(home)
+    framing = catalogue.framing
+    return lambda ids: covering(starts[ids] - framing.before, ends[ids] + framing.after, block_bytes)
 
-    def _mapped(self) -> EndToEnd:
-        if self._memory is None:
-            num_bytes = int(self._starts[-1])
-            memory = EndToEnd(num_bytes)
-            for number, offset in enumerate(range(0, num_bytes, EXTENT_BYTES)):
-                path = str(self._home / extent_name(number))
-                try:
-                    memory.put(path, offset, min(EXTENT_BYTES, num_bytes - offset))
-                except (OSError, ValueError) as error:
-                    raise DataError(f"cannot map {path}: {error}; the dataset view has lost it") from error
-            self._memory = memory
-        return self._memory
+
+def _lines(names: list[str]) -> File:
+    return text_file("".join(f"{name}\n" for name in names))
 
 
 def _cut(offsets: Ids) -> Iterator[tuple[int, int]]:
@@ -180,102 +217,3 @@ def _cut(offsets: Ids) -> Iterator[tuple[int, int]]:
         last = min(max(last, first + 1), rows)
         yield first, last - first
         first = last
-
-
-def load(spec: str, directory: Path, stop: threading.Event) -> Files | Packs:
-    """The samples of dataset `spec` below `directory`, copied there unless they are already.
-
-    Raises DataError for a bad dataset or when `stop` is set, ArenaFullError with the bytes needed and free.
-    """
-    home = home_of(spec, directory)
-    if not (home / "catalogue.json").exists():
-        _copy(open_dataset(spec), home, stop)
-    catalogue = MixedCatalogue(**json.loads((home / "catalogue.json").read_text()))
-    return Packs(catalogue, home) if catalogue.classes is None else Files(catalogue, home)
-
-
-def _copy(dataset: Dataset, home: Path, stop: threading.Event) -> None:
-    names = file_names(dataset)
-    for name in names:
-        if len(name.splitlines()) > 1:
-            raise DataError(
-                f"dataset {dataset.spec}: the name {name!r} has more than one line, and list.txt names a file a line; "
-                "rename it, or leave it out with exclude=NAME"
-            )
-    framing = Framing() if names else _FRAMINGS.get(format_of(dataset.spec), Framing())
-    with appearing(home) as partial:
-        blocks = _read(dataset, framing, stop)
-        try:
-            sizes = _write_files(blocks, names, partial) if names else _write_extents(blocks, partial)
-            np.save(partial / "starts.npy", np.cumsum([0, *sizes], dtype=np.int64))
-        except OSError as error:
-            if error.errno == errno.ENOSPC:
-                raise full(dataset.spec, dataset.pieces.num_bytes, partial) from error
-            raise DataError(f"cannot write {partial}: {error.strerror}") from error
-        classes = sorted({name.rpartition("/")[0] for name in names} - {""}) if names else None
-        catalogue = MixedCatalogue(dataset.num_samples, dataset.fingerprint(), framing.suffix, classes)
-        (partial / "catalogue.json").write_text(json.dumps(catalogue.to_json()))
-
-
-def _read(dataset: Dataset, framing: Framing, stop: threading.Event) -> Iterator[list[bytes]]:
-    """The samples in their frames, some MB at a time."""
-    for numbers in _groups(dataset):
-        if stop.is_set():
-            raise DataError(f"dataset {dataset.spec}: the view was told to stop while it copied the samples")
-        if _has_places(dataset):
-            places = [(begin - framing.before, end + framing.after) for begin, end in map(dataset.span, numbers)]
-            found = dataset.pieces.read_many(places)
-        else:
-            found = dataset.raw_many(numbers)
-        yield [raw + framing.ending for raw in found]
-
-
-def _write_files(blocks: Iterable[list[bytes]], names: list[str], folder: Path) -> list[int]:
-    """Returns how long they are."""
-    (folder / "files").mkdir()
-    (folder / "names.json").write_text(json.dumps(names))
-    sizes = []
-    for number, (name, data) in enumerate(zip(names, chain.from_iterable(blocks), strict=True)):
-        with open(folder / "files" / _stored_name(number, name), "xb") as file:
-            file.write(data)
-            os.fchmod(file.fileno(), 0o400)
-        sizes.append(len(data))
-    return sizes
-
-
-def _write_extents(blocks: Iterable[list[bytes]], folder: Path) -> list[int]:
-    """Returns how long the samples are."""
-    sizes: list[int] = []
-    offset = 0
-    for block in blocks:
-        sizes += map(len, block)
-        rest = memoryview(b"".join(block))
-        while len(rest):
-            number, begun = divmod(offset, EXTENT_BYTES)
-            with open(folder / extent_name(number), "ab") as file:
-                written = file.write(rest[: EXTENT_BYTES - begun])
-            rest, offset = rest[written:], offset + written
-    for path in folder.glob("extent-*.bin"):
-        path.chmod(0o400)
-    return sizes
-
-
-def _groups(dataset: Dataset) -> Iterator[range]:
-    """Numbers of consecutive samples, some MB together."""
-    first, num_bytes = 0, 0
-    for number in range(dataset.num_samples):
-        begin, end = dataset.span(number) if _has_places(dataset) else (0, _COPY_BYTES // 1024)
-        num_bytes += end - begin
-        if num_bytes >= _COPY_BYTES:
-            yield range(first, number + 1)
-            first, num_bytes = number + 1, 0
-    yield range(first, dataset.num_samples)
-
-
-def _has_places(dataset: Dataset) -> bool:
-    """Rows of tables have none."""
-    return dataset.spans is not None and len(dataset.spans.starts) > 0
-
-
-def _stored_name(number: int, name: str) -> str:
-    return f"{number:08d}{os.path.splitext(name)[1]}"

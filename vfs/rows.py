@@ -12,6 +12,7 @@ import itertools
 import os
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,9 +21,9 @@ import numpy.typing as npt
 
 from tenplexrun.core.ahead import Ahead, Chunk
 from tenplexrun.core.order import DataOrder, Ids
-from tenplexrun.errors import DataError
+from tenplexrun.errors import DataChangedError, DataError
 from tenplexrun.samples import Catalogue, found_in, rows_places
-from tenplexrun.vfs.extents import Keeper, Tell, present
+from tenplexrun.vfs.extents import Keeper, present
 from tenplexrun.vfs.neighbours import Neighbours, Run
 from tenplexrun.vfs.remote import Remote
 
@@ -100,16 +101,26 @@ class Source:
             os.pwrite(fd, values.data, start + row * size)
 
 
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What samples are to extents: `rows_of` some ids, ascending, each once, and how many bytes a sample has of them,
+    on average."""
+
+    rows_of: Callable[[Ids], Ids]
+    sample_bytes: int
+
+
 class Rows:
     """The rows that views of one dataset need and this node does not own. All methods may be called by any thread."""
 
-    def __init__(self, source: Source, keeper: Keeper, limits: Limits, tell: Tell) -> None:
-        self._source, self._keeper, self._tell = source, keeper, tell
-        self._limit_rows = max(1, limits.window_bytes // (source.catalogue.sample_bytes + 8))
+    def __init__(self, source: Source, keeper: Keeper, needs: Needs, limits: Limits) -> None:
+        self._source, self._keeper, self._needs = source, keeper, needs
+        self._limit_rows = max(1, limits.window_bytes // (needs.sample_bytes + 8))
         self._patience_s = limits.patience_s
         self._windows: dict[str, Ahead] = {}
         self._batches: list[Batch] = []
         self._busy: Chunk | None = None
+        self._stuck: list[Ahead] = []  # whose next rows cannot be had now
         self._changed = threading.Condition()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="ahead", daemon=True)
@@ -128,7 +139,8 @@ class Rows:
             self._windows.pop(name, None)
 
     def find(self, name: str, ids: Ids, begin: int | None) -> list[str]:
-        """The files with all these rows. Waits for them; raises DataError where they cannot be had for a long time."""
+        """The files with all these rows. Waits for them; raises DataError where they cannot be had for a long
+        time, DataChangedError at once."""
         self._suspect(ids)
         ids = np.unique(ids)
         with self._changed:
@@ -149,6 +161,8 @@ class Rows:
                 return [str(batch.path) for batch in found]
             try:
                 batch = self._source.fetch(left, order, first, first + 1)
+            except DataChangedError:
+                raise
             except (DataError, OSError) as error:
                 if time.monotonic() > deadline or self._stopping:
                     raise DataError(f"{error} (tried again for {self._patience_s:g} s)") from error
@@ -198,7 +212,7 @@ class Rows:
         while True:
             for window in sorted(self._windows.values(), key=lambda window: window.fetched - window.reached):
                 if (chunk := window.next_chunk()) is not None:
-                    _, absent = self._look(self._elsewhere(chunk.ids))
+                    _, absent = self._look(self._elsewhere(self._needs.rows_of(chunk.ids)))
                     if len(absent):
                         return window, dataclasses.replace(chunk, ids=absent)
                     window.done(chunk)
@@ -211,6 +225,13 @@ class Rows:
         plan, catalogue = self._keeper.plan, self._source.catalogue
         assert plan is not None
         return ids[~np.isin(ids // catalogue.samples_per_extent, np.fromiter(plan.wanted, np.int64))]
+
+    def _note(self, window: Ahead, fetched: bool) -> None:
+        """One window's rows may come while another's do not: the outage is over when all do that are still needed."""
+        others = [one for one in self._stuck if one is not window and one in self._windows.values()]
+        self._stuck = others if fetched else [*others, window]
+        if not self._stuck:
+            self._keeper.outage.works("rows")
 
     # --- without --------------------------------------------------------------------------------------------------
 
@@ -231,23 +252,22 @@ class Rows:
                     self._changed.wait()
                 window, chunk = task
                 self._busy = chunk
-            batch, problem = None, ""
+            batch = None
             try:
                 batch = self._source.fetch(chunk.ids, _key(window.order), chunk.first, chunk.stop)
             except Exception as error:  # a dataset's library has its own; readers would wait for a dead thread
-                problem = str(error) or repr(error)
+                self._keeper.outage.fails("rows", error)
             with self._changed:
                 self._busy = None
                 if batch is not None:
                     self._batches.append(batch)
                     window.done(chunk)
                     self._drop_passed()
+                self._note(window, batch is not None)
                 self._changed.notify_all()
-                if problem and not self._stopping:
-                    if pause == _FIRST_PAUSE_S:
-                        self._tell("failed", message=f"rows that are needed later cannot be fetched now: {problem}")
+                if batch is None and not self._stopping:
                     self._changed.wait(pause)
-            pause = min(2 * pause, _LAST_PAUSE_S) if problem else _FIRST_PAUSE_S
+            pause = min(2 * pause, _LAST_PAUSE_S) if batch is None else _FIRST_PAUSE_S
 
 
 def _key(order: DataOrder) -> str:

@@ -16,7 +16,6 @@ import json
 import os
 import signal
 import sys
-import threading
 import weakref
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -30,14 +29,14 @@ from tenplexrun import channel
 from tenplexrun.core.extents import Placement, spans
 from tenplexrun.core.order import DataOrder
 from tenplexrun.errors import DataError, ProcessError, TenplexError, UsageError
-from tenplexrun.formats import has_one_size
-from tenplexrun.vfs import farm, mixed
-from tenplexrun.vfs.data import PATIENCE_S, Data
-from tenplexrun.vfs.extents import Tell, present
+from tenplexrun.vfs import farm
+from tenplexrun.vfs.data import PATIENCE_S, Data, Reader
+from tenplexrun.vfs.extents import present
 from tenplexrun.vfs.nodes import Directory, Live
+from tenplexrun.vfs.outage import Tell
 from tenplexrun.vfs.rows import Limits
 from tenplexrun.vfs.state import Snapshots
-from tenplexrun.vfs.view import Catalogued, Content, Samples, fitting, tree
+from tenplexrun.vfs.view import Catalogued, fitting, tree
 from tenplexrun.vfs.window import window
 
 Record = dict[str, Any]
@@ -68,24 +67,28 @@ class Chosen:
 
 
 class Reporter:
-    """Tells stderr and whoever is connected what went wrong, as the notification "failed"."""
+    """Tells the agents that are connected what went wrong, as the notification "failed", and stderr if none is."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.listeners: weakref.WeakSet[channel.Channel] = weakref.WeakSet()
         self._loop = loop
 
     def __call__(self, message: str) -> None:
-        with contextlib.suppress(OSError):  # whoever read our messages may have gone
-            print(f"dataset view: {message}", file=sys.stderr)
-        self._notify("failed", {"message": message})
+        self._say("failed", message)
 
     def tell(self, kind: str, **fields: Any) -> None:
         """The same from other threads, also what is no failure."""
         with contextlib.suppress(RuntimeError):  # the loop has ended
-            if kind == "failed":
-                self._loop.call_soon_threadsafe(self, fields["message"])
+            if "message" in fields:
+                self._loop.call_soon_threadsafe(self._say, kind, fields["message"])
             else:
                 self._loop.call_soon_threadsafe(self._notify, kind, fields)
+
+    def _say(self, kind: str, message: str) -> None:
+        if all(listener.closed for listener in self.listeners):
+            with contextlib.suppress(OSError):  # whoever read our messages may have gone
+                print(f"dataset view: {message}", file=sys.stderr)
+        self._notify(kind, {"message": message})
 
     def _notify(self, kind: str, fields: Record) -> None:
         for listener in list(self.listeners):
@@ -154,11 +157,11 @@ class Views:
     def __init__(self, chosen: Chosen, config: Config, tell: Tell) -> None:
         self._chosen, self._config, self._tell = chosen, config, tell
         self._shown: dict[tuple[int, int], list[Record]] = {}  # by round and dp rank
-        self._opened: dict[str, Data | Content] = {}
+        self._root = config.home / "view"
+        self._opened: dict[str, Data] = {}
         self._readers: dict[str, Data] = {}  # by the name of a view
         self._lock = asyncio.Lock()
         self._note = config.home / "views.json"
-        self._stopping = threading.Event()
         self._waiting = ThreadPoolExecutor(MAX_WAITING, "reader")
 
     async def handle(self, _: channel.Channel, op: str, args: Record) -> Record:
@@ -180,43 +183,47 @@ class Views:
 
     async def describe(self, spec: str) -> Record:
         async with self._lock:
-            catalogue = (await self._open(spec)).catalogue
+            samples = (await self._open(spec)).samples
         return {
-            "num_samples": catalogue.num_samples,
-            "sample_bytes": catalogue.sample_bytes,
-            "fingerprint": catalogue.fingerprint,
+            "num_samples": samples.num_samples,
+            "sample_bytes": samples.sample_bytes,
+            "fingerprint": samples.fingerprint,
         }
 
     def held(self) -> Record:
         """By dataset the extents that are here."""
-        shared = [data for data in self._opened.values() if isinstance(data, Data)]
-        return {data.key: spans(sorted(present(data.keeper.home))) for data in shared}
+        return {data.key: spans(sorted(present(data.keeper.home))) for data in self._opened.values()}
 
     async def show(self, request: Record, patience_s: float) -> str:
         """Show one rank's share; asked twice for the same, the same directory. The first order of a round is its
         `current` one. `num_samples` and `fingerprint` may be missing; DataError where they are not the dataset's.
-        Waits so long for the extents that this node is to keep."""
+        `bare` beside them: see `vfs.view.tree`. The first reader of a dataset waits so long for its extents."""
         try:
             number, rank, size = (int(request[name]) for name in ("round", "dp_rank", "dp_size"))
             record, consumed = dict(request["order"]), int(request["consumed"])
             placement = None if request.get("placement") is None else Placement.from_json(request["placement"])
-            data = await self._open(str(record.pop("dataset")))
+            spec, bare = str(record.pop("dataset")), bool(record.pop("bare", False))
+            data = await self._open(spec)
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(f"not a request to show data: {request!r:.300} ({error!r})") from error
-        order = _complete(record, data.catalogue)
-        request = {**request, "order": {**request["order"], **order.to_json()}}
+        order = _complete(record, data.samples)
+        request = {**request, "order": {"dataset": spec, **order.to_json(), "bare": bare}}
+        whole = {**request, "order": {**request["order"], "bare": False}}
         shown = self._shown.setdefault((number, rank), [])
-        if request not in shown:
-            name = _name(number, len(shown))
-            samples = await self._samples(
-                data, placement, patience_s, (f"{_group(rank)}/{name}", order, rank, size, consumed)
-            )
-            whole = window(order, rank, size, consumed)
-            directory = tree(fitting(whole, samples, self._chosen.limit_bytes), samples)
-            await self._put(_group(rank), name, directory, not shown)
-            shown.append(request)
-            self._write_note()
-        return str(self._config.home / "view" / _group(rank) / _name(number, shown.index(request)))
+        for index, other in enumerate(shown):
+            if other in (request, whole):
+                return str(self._root / _group(rank) / _name(number, index))
+        name = f"{_group(rank)}/{_name(number, len(shown))}"
+        reader = Reader(name, self._root / name, order, rank, size, consumed, bare)
+        plan = data.follow(placement)
+        samples = await asyncio.to_thread(data.reader, plan, reader, patience_s)
+        self._readers[name] = data
+        steps = window(order, rank, size, consumed)
+        directory = tree(steps if bare else fitting(steps, samples, self._chosen.limit_bytes), samples, bare)
+        await self._put(_group(rank), _name(number, len(shown)), directory, not shown)
+        shown.append(request)
+        self._write_note()
+        return str(reader.root)
 
     async def _put(self, group: str, name: str, directory: Directory, current: bool) -> None:
         if self._chosen.limit_bytes is None:
@@ -238,7 +245,7 @@ class Views:
                 name = f"{_group(key[1])}/{_name(number, index)}"
                 self._chosen.surface.drop(_group(key[1]), _name(number, index))
                 if (data := self._readers.pop(name, None)) is not None:
-                    data.rows.close(name)
+                    data.leave(name)
         self._write_note()
         return {}
 
@@ -249,37 +256,19 @@ class Views:
                 await self.show(request, 0.0)
 
     def close(self) -> None:
-        self._stopping.set()
         for data in self._opened.values():
-            if isinstance(data, Data):
-                data.stop()
+            data.stop()
         self._waiting.shutdown(wait=False, cancel_futures=True)
         self._note.unlink(missing_ok=True)
 
-    async def _open(self, spec: str) -> Data | Content:
+    async def _open(self, spec: str) -> Data:
         if spec not in self._opened:
-            extents, config = self._config.home / "extents", self._config
-            if has_one_size(spec):
-                sockets, limits = (config.socket, config.store), Limits(config.window_bytes, config.patience_s)
-                self._opened[spec] = await asyncio.to_thread(Data, spec, extents, sockets, limits, self._tell)
-            else:
-                self._opened[spec] = await asyncio.to_thread(mixed.load, spec, extents, self._stopping)
+            config = self._config
+            sockets, limits = (config.socket, config.store), Limits(config.window_bytes, config.patience_s)
+            self._opened[spec] = await asyncio.to_thread(
+                Data, spec, config.home / "extents", sockets, limits, self._tell
+            )
         return self._opened[spec]
-
-    async def _samples(
-        self,
-        data: Data | Content,
-        placement: Placement | None,
-        patience_s: float,
-        shown: tuple[str, DataOrder, int, int, int],
-    ) -> Samples:
-        """What a view reads from, once its extents are here, or so long has passed."""
-        if not isinstance(data, Data):
-            return data
-        plan = data.follow(placement)
-        await asyncio.to_thread(data.keeper.wait, patience_s)
-        self._readers[shown[0]] = data
-        return data.reader(shown[0], plan, *shown[1:])
 
     def _write_note(self) -> None:
         new = self._note.with_suffix(".new")
@@ -312,10 +301,16 @@ async def serve(config: Config) -> None:
     report = Reporter(asyncio.get_running_loop())
     chosen = choose(config, report)
     views = Views(chosen, config, report.tell)
+
+    async def handle(caller: channel.Channel, op: str, args: Record) -> Record:
+        if op not in ("hello", "rows"):  # which others ask, too: a patrol, readers
+            report.listeners.add(caller)
+        return await views.handle(caller, op, args)
+
     kernel = asyncio.ensure_future(chosen.serving() if chosen.serving else stop.wait())
     try:
         await views.restore()
-        await channel.serve(f"unix:{socket}", views.handle, report.listeners.add)
+        await channel.serve(f"unix:{socket}", handle)
         await asyncio.wait({kernel, asyncio.ensure_future(stop.wait())}, return_when=asyncio.FIRST_COMPLETED)
         if not stop.is_set():
             why = kernel.exception() or "somebody else unmounted it"

@@ -53,19 +53,26 @@ class Content(Protocol):
     @property
     def catalogue(self) -> Catalogued: ...
 
+    def about(self) -> dict[str, Any]:
+        """What index.json says of the samples."""
+
     def row_bytes(self, ids: Ids) -> Ids:
         """What each takes if the files are written."""
 
     def entries(self, shown: Window) -> tuple[dict[str, Node], dict[str, Any]]:
-        """The files with the window's samples, list.txt among them, and what index.json says of them."""
+        """The files with the window's samples, list.txt among them, and all that index.json says."""
 
 
 Samples = Extents | Content
 
 
-def tree(shown: Window, samples: Samples) -> Directory:
-    """The files of a window over `samples`."""
-    entries, about = _alike(shown, samples) if isinstance(samples, Extents) else samples.entries(shown)
+def tree(shown: Window, samples: Samples, bare: bool = False) -> Directory:
+    """The files of a window over `samples`. `bare`: without those that take a while for many samples of different
+    sizes, for a reader that needs index.json only."""
+    if isinstance(samples, Extents):
+        entries, about = _alike(shown, samples)
+    else:
+        entries, about = ({}, samples.about()) if bare else samples.entries(shown)
     entries["batch-sizes.txt"] = line_file(shown.batch_sizes[0], shown.full_steps, shown.batch_sizes[1])
     num_rows = (shown.num_rows,)
     entries["order.npy"] = array_file(num_rows, np.dtype(np.int64), shown.ids)

@@ -23,6 +23,7 @@ from tenplexrun.core.durable import Checkpoint
 from tenplexrun.core.extents import Placement, Spans
 from tenplexrun.core.parallel import ParallelConfig
 from tenplexrun.core.snapshots import BuddyClaim, Holding, SnapshotId
+from tenplexrun.errors import DataChangedError
 
 Record = dict[str, Any]
 SCHEMA = 1
@@ -31,6 +32,8 @@ Phase = Literal["gathering", "running", "ended"]
 CauseKind = Literal["start", "worker_failed", "worker_hung", "node_lost", "node_left", "node_joined", "resize", "end"]
 Way = Literal["least", "migrate-all", "central"]
 """How state gets to the nodes of a round: see `core.baselines`."""
+FINAL = (DataChangedError.__name__,)
+"""Kinds of errors that no restart would mend."""
 FAILURES = ("worker_failed", "worker_hung")
 """Causes that count against --max-restarts."""
 
@@ -60,7 +63,7 @@ class Failure:
     """One worker's end that was no success, or its hang. `code` as in `subprocess`: -N for signal N.
 
     `at` is Unix time, on its node. `stderr`: its last lines. `error`: what it wrote to TORCHELASTIC_ERROR_FILE (torch's
-    `@record`), if it did.
+    `@record`), if it did; or, if it is `is_final`, the error by which it ended.
     `age_s`: how long ago it was when the node reported it. `hung`: what shows that it hangs, "" if it has ended.
     """
 
@@ -95,6 +98,10 @@ class Failure:
             return f"exit code {self.code}"
         known = {int(number): number.name for number in signal.Signals}
         return f"signal {-self.code}" + (f" ({known[-self.code]})" if -self.code in known else "")
+
+    @property
+    def is_final(self) -> bool:
+        return self.error is not None and self.error.get("kind") in FINAL
 
     def is_like(self, other: Failure) -> bool:
         """The same rank ended in the same way, and said the same last."""

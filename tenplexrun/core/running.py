@@ -52,6 +52,9 @@ def watch(view: View, round_: Round, settings: Settings, now: float) -> Decision
 
 def _after_failure(view: View, round_: Round, settings: Settings, failure: Failure) -> Decision:
     cause, stop = failure.cause, Stop("now", hung=bool(failure.hung))
+    if failure.is_final:
+        what = f"{failure.describe()}; no restart would mend what it says below"
+        return end(round_, Verdict(failure.exit_code, what, failure), view.wall, stop)
     if round_.checkpoint is not None and failure.pid == 0:  # no worker's fault, and maybe the checkpoint's
         if failure.code == LayoutError.exit_code:
             return end(round_, Verdict(failure.code, failure.describe(), failure), view.wall)

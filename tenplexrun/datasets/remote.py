@@ -6,12 +6,13 @@ variables FSSPEC_<PROTOCOL>_<OPTION>), and that of its packages.
 
 from __future__ import annotations
 
+import asyncio
 import io
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from tenplexrun.errors import DataError
+from tenplexrun.errors import DataChangedError, DataError
 
 PAUSES_S = (0.2, 0.5, 1.0, 2.0)
 """Before the second attempt and so on."""
@@ -40,7 +41,7 @@ def is_url(path: str) -> bool:
 def fetch(ranges: Sequence[Range]) -> list[bytes]:
     """The bytes of each range, read side by side; only what fails is asked for again.
 
-    Raises DataError that names the URL and the reason."""
+    Raises DataError that names the URL and the reason; DataChangedError for a file that is no longer that long."""
     parts = [
         (number, (url, at, min(at + PART_BYTES, end)))
         for number, (url, begin, end) in enumerate(ranges)
@@ -56,16 +57,24 @@ def _fetch(parts: Sequence[Range]) -> list[bytes]:
     found: list[bytes] = [b""] * len(parts)
     todo = list(range(len(parts)))
     for attempt in range(len(PAUSES_S) + 1):
-        failed: list[tuple[int, BaseException]] = []
+        failed: list[tuple[int, bytes | BaseException]] = []
         for number, answer in zip(todo, _answers([parts[number] for number in todo]), strict=True):
-            if isinstance(answer, BaseException):
+            if isinstance(answer, BaseException) or _is_short(parts[number], answer):
                 failed.append((number, answer))
             else:
-                found[number] = _checked(parts[number], answer)
+                found[number] = answer
         if not failed:
             break
-        number, error = failed[0]
-        _wait_or_raise(parts[number][0], error, attempt)
+        number, answer = failed[0]
+        if isinstance(answer, bytes):
+            _check_size(*parts[number])
+            answer = EOFError(f"{len(answer)} bytes of {parts[number][2] - parts[number][1]}")
+        try:
+            _wait_or_raise(parts[number][0], answer, attempt)
+        except DataError:
+            if not isinstance(answer, asyncio.TimeoutError):
+                _check_size(*parts[number])
+            raise
         todo = [number for number, _ in failed]
     return found
 
@@ -89,13 +98,28 @@ def _answers(parts: Sequence[Range]) -> list[bytes | BaseException]:
     return found
 
 
-def _checked(part: Range, data: bytes) -> bytes:
+def _is_short(part: Range, data: bytes) -> bool:
     url, begin, end = part
     if len(data) > end - begin:
         raise DataError(f"{url}: its server sends whole files where a range is asked for; take one that serves ranges")
-    if len(data) < end - begin:
-        raise DataError(f"{url} has shrunk since the job began; restore it")
-    return data
+    return len(data) < end - begin
+
+
+def _check_size(url: str, begin: int, end: int) -> None:
+    """Raises DataChangedError if there is no byte before `end` any more; nothing if nobody knows."""
+    system, path = _place(url)
+    try:
+        [size] = system.sizes([path], **_limit(system))
+    except Exception as error:  # whatever a backend raises
+        if _is_gone(_real(url, error)):
+            raise changed(url, "has gone") from error
+        return
+    if size is not None and size < end:
+        raise changed(url, "has shrunk")
+
+
+def changed(path: str, how: str) -> DataChangedError:
+    return DataChangedError(f"{path} {how} since the job began; restore it, and start the job again")
 
 
 def read_file(url: str) -> bytes:
@@ -205,10 +229,9 @@ def _attempt(url: str, call: Callable[[], T]) -> T:
 
 
 def _wait_or_raise(url: str, error: BaseException, attempt: int) -> None:
-    if isinstance(error, FileNotFoundError) and error.__cause__ is not None and "http" in url.partition("://")[0]:
-        error = error.__cause__  # fsspec says so of whatever goes wrong
+    error = _real(url, error)
     status = getattr(error, "status", None)  # HTTP's
-    if isinstance(error, FileNotFoundError) or status == 404:
+    if _is_gone(error):
         raise DataError(f"{url} does not exist: correct the URL") from error
     reason = f"{type(error).__name__}: {error}".rstrip(": ")
     if isinstance(error, _FINAL) or (status is not None and 400 <= status < 500 and status not in _LATER):
@@ -219,3 +242,14 @@ def _wait_or_raise(url: str, error: BaseException, attempt: int) -> None:
             "allow this?"
         ) from error
     time.sleep(PAUSES_S[attempt])
+
+
+def _real(url: str, error: BaseException) -> BaseException:
+    """fsspec says of whatever goes wrong with HTTP that there is no such file."""
+    if isinstance(error, FileNotFoundError) and error.__cause__ is not None and "http" in url.partition("://")[0]:
+        return error.__cause__
+    return error
+
+
+def _is_gone(error: BaseException) -> bool:
+    return isinstance(error, FileNotFoundError) or getattr(error, "status", None) == 404

@@ -8,14 +8,16 @@ A row is found by decoding its row group (Arrow: its record batch); the last few
 from __future__ import annotations
 
 import bisect
+import copy
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from tenplexrun.datasets.dataset import Dataset, Pieces, Spans
+from tenplexrun.datasets.dataset import Dataset, Piece, Pieces, Spans
 from tenplexrun.datasets.files import Source, open_file
 from tenplexrun.datasets.remote import is_url
 from tenplexrun.errors import DataError
@@ -110,6 +112,43 @@ def _arrow_rows(path: str, group: int, columns: list[str] | None) -> Any:
 _KINDS = {"parquet": (_parquet_lengths, _parquet_rows), "arrow": (_arrow_lengths, _arrow_rows)}
 
 
+class _Rendered(Pieces):
+    """Rows as JSON, end to end, as if they were in a file: row i begins at byte `starts[i]`; then zeros."""
+
+    def __init__(self, rows: RowGroups, starts: npt.NDArray[np.int64], num_bytes: int) -> None:
+        super().__init__([])
+        self._rows, self._row_starts, self.num_bytes = rows, starts, num_bytes
+        self.remote = True  # in that many are better asked for at once
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Rendered, (copy.copy(self._rows), self._row_starts, self.num_bytes)
+
+    def padded(self, num_bytes: int) -> Pieces:
+        return _Rendered(self._rows, self._row_starts, num_bytes)
+
+    def place(self, offset: int) -> tuple[Piece, int]:
+        return Piece(self._rows.where(int(np.searchsorted(self._row_starts, offset, "right")) - 1), 0, 0), 0
+
+    def read_into(self, offset: int, data: memoryview) -> None:
+        [data[:]] = self.read_many([(offset, offset + len(data))])
+
+    def read_many(self, spans: Sequence[tuple[int, int]]) -> list[bytes]:
+        found = [b""] * len(spans)
+        for number in sorted(range(len(spans)), key=spans.__getitem__):  # row groups are decoded one after another
+            found[number] = self._between(*spans[number])
+        return found
+
+    def _between(self, begin: int, end: int) -> bytes:
+        stop = min(end, int(self._row_starts[-1]))
+        if begin >= stop:
+            return bytes(end - begin)
+        first = int(np.searchsorted(self._row_starts, begin, "right")) - 1
+        last = int(np.searchsorted(self._row_starts, stop))
+        data = b"".join(_json(self._rows.row(number)) for number in range(first, last))
+        skipped = begin - int(self._row_starts[first])
+        return data[skipped : skipped + stop - begin].ljust(end - begin, b"\0")
+
+
 @dataclass(frozen=True, slots=True)
 class Table(Dataset):
     """A dataset whose samples are rows, which have no bytes of their own in the files."""
@@ -124,13 +163,25 @@ class Table(Dataset):
 
     def raw(self, number: int) -> bytes:
         """The row as JSON, since its stored bytes are shared with others."""
-        return json.dumps(self.rows.row(number), default=repr).encode()
+        return _json(self.rows.row(number))
 
     def raw_many(self, numbers: Sequence[int]) -> list[bytes]:
         return [self.raw(number) for number in numbers]
 
     def where(self, number: int) -> str:
         return self.rows.where(number)
+
+    def rendered(self) -> Dataset:
+        """The rows as JSON, in places of their own; each has to be decoded once, to know how long it is."""
+        sizes = [len(_json(self.rows.row(number))) for number in range(self.num_samples)]
+        starts = np.cumsum([0, *sizes], dtype=np.int64)
+        spans = Spans(starts[:-1], starts[1:], _as_json)
+        pieces = _Rendered(self.rows, starts, int(starts[-1]))
+        return Dataset(self.spec, self.num_samples, "", (), pieces, spans=spans, known=self.fingerprint())
+
+
+def _json(row: dict[str, Any]) -> bytes:
+    return json.dumps(row, default=repr).encode()
 
 
 def _as_json(raw: bytes, _: int) -> Any:

@@ -17,18 +17,15 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from tenplexrun.channel import BlockingChannel
-from tenplexrun.core.extents import numbers_in
 from tenplexrun.core.order import DataOrder, Ids, Weights
 from tenplexrun.core.shuffle import FEISTEL
 from tenplexrun.datasets.dataset import Dataset
-from tenplexrun.errors import DataError, WireError
-from tenplexrun.formats import absolute, has_one_size, open_dataset
-from tenplexrun.samples import Catalogue, Extents
+from tenplexrun.errors import DataError
+from tenplexrun.formats import absolute, has_bytes, has_one_size, open_dataset
+from tenplexrun.worker.shared import open_extents, open_shared
 
 Record = dict[str, Any]
 _RETRY_S = 0.02
-_PATIENCE_S = 30.0  # with a view whose process has died
 
 
 class Source(Protocol):
@@ -51,31 +48,6 @@ class Gathered:
 
     def close(self) -> None:
         pass
-
-
-class Asking:
-    """Has the view's process find rows that are not in this node's extents: in files that it fetches them into."""
-
-    def __init__(self, socket: str, view: str) -> None:
-        self._socket, self._view = socket, view
-        self._channel: BlockingChannel | None = None
-
-    def __call__(self, ids: Ids, begin: int | None) -> list[str]:
-        """Waits for them. Raises DataError where they cannot be had, or the view stays away."""
-        deadline = time.monotonic() + _PATIENCE_S
-        while True:
-            try:
-                if self._channel is None:
-                    self._channel = BlockingChannel(f"unix:{self._socket}")
-                answer = self._channel.request("rows", view=self._view, ids=ids.tolist(), begin=begin)
-                return [str(path) for path in answer["files"]]
-            except WireError as error:
-                if self._channel is not None:
-                    self._channel.close()
-                self._channel = None
-                if time.monotonic() > deadline:
-                    raise DataError(f"the dataset view does not answer: {error}; is its process alive?") from error
-                time.sleep(_RETRY_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,10 +146,11 @@ def open_loader(
 ) -> Loader:
     """A loader of `dataset`: a name as in `tenplexrun.formats`, or samples by number (a map-style dataset of torch's).
 
-    With a name of samples of one size, and without `options`, rows are arrays: `show` asks the node's agent to show the
-    order given to it, and returns the view's directory; None: no launcher, the files are read directly, in the same
-    order. All else goes through torch's DataLoader with these `options`, micro-batch by micro-batch. `fingerprint`
-    names the content of a dataset given by itself. Raises DataError for a bad dataset or order.
+    With a name of samples of one size, and without `options`, rows are arrays; all else goes through torch's DataLoader
+    with these `options`, micro-batch by micro-batch. `show` asks the node's agent to show the order of a named dataset
+    and returns the view's directory: samples are read from the nodes' memory then; None, no launcher, or rows of
+    tables: the files are read directly, in the same order. `fingerprint` names the content of a dataset given by
+    itself. Raises DataError for a bad dataset or order.
     """
     record: Record = {
         "global_batch": global_batch,
@@ -186,15 +159,21 @@ def open_loader(
         "tail": tail,
         "algo": order_algo,
     }
+    samples: Any = dataset
     named = isinstance(dataset, str)
     as_arrays = named and not options and has_one_size(dataset)
-    if as_arrays and show is not None:
-        return Loader(*open_view(show({**record, "dataset": absolute(dataset)})), dp_rank, dp_size, consumed)
-    samples = open_dataset(absolute(dataset)) if named else dataset
-    if isinstance(samples, Dataset):
-        fingerprint = fingerprint or samples.fingerprint()
-    count = len(samples) if hasattr(samples, "__len__") else 1  # Fetcher refuses one without
-    order = DataOrder.from_json({**record, "num_samples": count, "fingerprint": fingerprint})
+    if named and show is not None and has_bytes(dataset):
+        spec = absolute(dataset)
+        index, order = open_view(show({**record, "dataset": spec, "bare": True}))
+        if as_arrays:
+            return Loader(Gathered(open_extents(index).gather), order, dp_rank, dp_size, consumed)
+        samples = open_shared(spec, index)
+    else:
+        samples = open_dataset(absolute(dataset)) if named else dataset
+        if isinstance(samples, Dataset):
+            fingerprint = fingerprint or samples.fingerprint()
+        count = len(samples) if hasattr(samples, "__len__") else 1  # Fetcher refuses one without
+        order = DataOrder.from_json({**record, "num_samples": count, "fingerprint": fingerprint})
     if as_arrays:
         return Loader(Gathered(lambda ids, begin: samples.gather(ids)), order, dp_rank, dp_size, consumed)
     from tenplexrun.worker.fetching import Fetcher  # needs torch
@@ -202,8 +181,8 @@ def open_loader(
     return Loader(Fetcher(samples, order, dp_rank, dp_size, options), order, dp_rank, dp_size, consumed)
 
 
-def open_view(directory: str, patience_s: float = 10.0) -> tuple[Gathered, DataOrder]:
-    """The samples and the order that a view's directory shows. Raises DataError when it is no view, or a lost one.
+def open_view(directory: str, patience_s: float = 10.0) -> tuple[Record, DataOrder]:
+    """What a view's index.json says, and the order that it shows. Raises DataError when it is no view, or a lost one.
 
     A view whose process has died is waited for. Afterwards the view is not needed: the extents behind it are.
     """
@@ -219,10 +198,9 @@ def open_view(directory: str, patience_s: float = 10.0) -> tuple[Gathered, DataO
             raise DataError(f"{directory} is no dataset view of this version: {error!r}") from error
 
 
-def _open_view(home: Path) -> tuple[Gathered, DataOrder]:
+def _open_view(home: Path) -> tuple[Record, DataOrder]:
     index = json.loads((home / "index.json").read_text())
     cursor = json.loads((home / "cursor.json").read_text())
-    find = Asking(index["socket"], index["view"]) if "socket" in index else None
-    here = frozenset(numbers_in(index["here"])) if "here" in index else None
-    extents = Extents(Catalogue.from_json(index["samples"]), index["directory"], here, find)
-    return Gathered(extents.gather), DataOrder.from_json(cursor["order"])
+    if not {"samples", "directory"} <= set(index):
+        raise KeyError("samples")
+    return index, DataOrder.from_json(cursor["order"])

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
 from tenplexrun.core.order import DataOrder, Ids
+from tenplexrun.datasets.dataset import Dataset
 from tenplexrun.errors import DataError, UsageError
 from tenplexrun.worker.streams import derived_seed
 
@@ -62,7 +63,8 @@ class Fetcher:
 
 
 class _MicroBatches:
-    """For each micro-batch of a rank from `consumed` on, without end, the positions of its rows."""
+    """For each micro-batch of a rank from `consumed` on, without end, where its step begins in the order, and then the
+    positions of its rows."""
 
     def __init__(self, order: DataOrder, rank: int, size: int) -> None:
         self.order, self._rank, self._size, self.consumed = order, rank, size, 0
@@ -72,7 +74,7 @@ class _MicroBatches:
         while True:
             positions, _, _ = self.order.positions(consumed, self._rank, self._size)
             for first in range(0, len(positions), rows):
-                yield positions[first : first + rows].tolist()
+                yield [consumed, *positions[first : first + rows].tolist()]
             consumed = self.order.step(consumed).stop
 
 
@@ -86,7 +88,10 @@ class _Ordered(TorchDataset[Any]):
     def __init__(self, dataset: Sequence[Any], order: DataOrder) -> None:
         self._dataset, self._order = dataset, order
 
-    def __getitems__(self, positions: list[int]) -> list[Any]:
+    def __getitems__(self, places: list[int]) -> list[Any]:
+        begin, *positions = places
+        if isinstance(self._dataset, Dataset):
+            self._dataset.pieces.reach(begin)
         ids: list[int] = self._order.sample_at(positions).tolist()
         with _kept_streams():
             if hasattr(self._dataset, "__getitems__"):

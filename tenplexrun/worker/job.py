@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -25,6 +26,8 @@ from tenplexrun.worker.placements import Rules
 from tenplexrun.worker.session import Session
 from tenplexrun.worker.state import State, Stateful
 
+_groups = itertools.count()
+
 
 def init(parallel: ParallelConfig | None = None) -> Job:
     """Join the job: process group (nccl with GPUs, else gloo) and device mesh.
@@ -44,12 +47,19 @@ def init(parallel: ParallelConfig | None = None) -> Job:
         # a forked worker's own OMP_NUM_THREADS is read by nobody: OpenMP started in the parent
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     if not dist.is_initialized():
-        if "RANK" in os.environ:
-            dist.init_process_group(device.backend(where))
-        else:
-            dist.init_process_group(device.backend(where), store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+        _join(device.backend(where))
     mesh = init_device_mesh(where.type, tuple(map(config.size, config.order)), mesh_dim_names=config.order)
     return Job(launch, Place(config, config.coord(launch.rank), where), mesh, Agent(launch) if launch.agent else None)
+
+
+def _join(backend: str) -> None:
+    if "RANK" not in os.environ:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+        return
+    store, rank, world_size = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]
+    # Keys of its own: those of a group that the script has had and destroyed are still there, and would be believed.
+    store = dist.PrefixStore(f"tenplexrun-{next(_groups)}", store)  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
 
 
 class Job:
@@ -101,7 +111,7 @@ class Job:
         `dataset` is a name as in `tenplexrun.formats`, or a map-style dataset of torch's; `global_batch` samples a
         step, whatever the parallelism. `options` are those of torch's DataLoader that do not change the order
         (num_workers, collate_fn, ...): with any, or with samples of different sizes, a batch's rows are a tuple of
-        collated micro-batches; else they are one array, under the launcher read through the node's dataset view.
+        collated micro-batches; else they are one array. Under the launcher samples are read from the nodes' memory.
         `order_algo`: see `core.shuffle`. Raises DataError.
         """
         return open_loader(

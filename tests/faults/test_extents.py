@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from programs.reader import row_of
 
 from tenplexrun.agent.sweep import sweep
 from tenplexrun.core.order import DataOrder
+from tenplexrun.errors import DataError
 
 from .test_job import curl, end, process
 
@@ -230,8 +232,40 @@ def test_files_that_stall_are_not_felt_while_the_window_lasts(nodes: Cluster, tm
         nodes.progress(30)
         server.failing = 40
         nodes.progress(8)
+        server.failing = 1 << 30
+        nodes.wait(lambda: nodes.events(kind="view_failed"), "an outage")
+        requests = server.requests
+        nodes.wait(lambda: server.requests > requests + 100, "more attempts")
+        server.failing = 0
+        nodes.progress(30)
+        kinds = ("view_failed", "view_recovered")
+        told = {name: [e["event"] for e in nodes.events(name) if e["event"] in kinds] for name in "ab"}
+        assert [*kinds] in told.values()
+        assert all(said in ([], [*kinds]) for said in told.values()), "once a node and outage"
+        line = r"^tenplexrun [\d:.]+ \[\w+\] the dataset view of this node: rows of npy:.* can be fetched again$"
+        said = "\n".join(map(nodes.log, "ab"))
+        assert len(re.findall(line, said, re.MULTILINE)) == said.count("can be fetched again") > 0
         end(nodes)
     check_order(nodes)
+
+
+def test_a_dataset_cut_short_ends_the_job_where_it_is_needed(nodes: Cluster, dataset: str, tmp_path: Path) -> None:
+    """And a lost node's part of it is: no wait, no restart."""
+    for number in range(2):
+        start(nodes, number, "1:2", dataset)
+    nodes.wait_round(0, 2)
+    for name in "ab":
+        extents_event(nodes, name, lambda event: event["owned"] == EXTENTS // 2)
+    os.truncate(tmp_path / "rows.npy", 1 << 20)
+    nodes.progress(20)
+    nodes.kill_node("b")
+    assert nodes.exit_code("a") == DataError.exit_code
+    rounds = [event["number"] for event in nodes.events("a", "round") if event["phase"] == "running"]
+    assert rounds == [0, 1]
+    last = nodes.log("a").partition("ended with exit code 69: ")[2]
+    assert re.match(r"rank 0 .*: exit code 69; no restart would mend", last)
+    assert f"tenplexrun: {tmp_path}/rows.npy has shrunk since the job began; restore it, and start" in last
+    assert len(nodes.events("a", "view_failed")) == 1
 
 
 def test_killed_views_and_stores_come_back_while_rows_are_read(nodes: Cluster, dataset: str) -> None:

@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -42,6 +43,20 @@ def test_a_script_that_only_reads_variables_runs(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "[0]:" in done.stdout
     assert "[1]:" in done.stdout
+
+
+def test_a_group_that_the_script_has_had_before_does_not_matter(tmp_path: Path) -> None:
+    """Torch's own keys of a destroyed group, still in the round's store, had the next one wait for ever."""
+    text = """
+        import torch, torch.distributed as dist, tenplexrun
+        dist.init_process_group("gloo")
+        for _ in range(2):
+            dist.barrier()
+            dist.destroy_process_group()
+            tenplexrun.init()
+        """
+    done = launch("--nproc-per-node=2", script(tmp_path, textwrap.dedent(text)))
+    assert done.returncode == 0, done.stderr
 
 
 def test_arguments_reach_the_script_byte_for_byte(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from file_servers import FileServer, http_files, s3_bucket, s3_server
 from tenplexrun import ctl
 from tenplexrun.datasets import remote
 from tenplexrun.datasets.megatron import Writer
-from tenplexrun.errors import DataError
+from tenplexrun.errors import DataChangedError, DataError
 from tenplexrun.formats import absolute, open_dataset
 
 SPECS = (
@@ -188,8 +188,26 @@ def test_a_file_that_shrinks(web: FileServer, root: Path, tmp_path: Path) -> Non
         (tmp_path / "x.npy").write_bytes((root / "x.npy").read_bytes())
         dataset = open_dataset(f"npy:{server.url}/x.npy")
         (tmp_path / "x.npy").write_bytes((root / "x.npy").read_bytes()[:200])
-        with pytest.raises(DataError, match="has shrunk since the job began"):
+        with pytest.raises(DataChangedError, match="has shrunk since the job began"):
             dataset[4]
+        (tmp_path / "x.npy").unlink()
+        with pytest.raises(DataChangedError, match="has gone since the job began"):
+            dataset[4]
+
+
+def test_an_object_that_shrinks(bucket: str, root: Path) -> None:
+    from s3fs import S3FileSystem
+
+    system, url = S3FileSystem(), f"{bucket}/shrinks.npy"
+    system.pipe_file(url, (root / "x.npy").read_bytes())
+    dataset = open_dataset(f"npy:{url}")
+    system.pipe_file(url, (root / "x.npy").read_bytes()[:200])
+    for number in (4, 20):  # across the end, and beyond it
+        with pytest.raises(DataChangedError, match="has shrunk since the job began"):
+            dataset[number]
+    system.rm_file(url)
+    with pytest.raises(DataChangedError, match="has gone since the job began"):
+        dataset[4]
 
 
 def test_spans_that_touch_are_one_request(web: FileServer) -> None:
@@ -245,7 +263,7 @@ def test_index_verify_and_show_a_url(bucket: str, capsys: pytest.CaptureFixture[
 def test_a_web_server_takes_no_index(web: FileServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     spec = f"jsonl:{web.url}/x.jsonl"
     assert run("index", spec) == 69
-    assert "x.jsonl.index.npz: " in capsys.readouterr().err
+    assert "where its server takes no files, name a local one with --index FILE" in capsys.readouterr().err
     assert run("index", spec, "--index", str(tmp_path / "i")) == 0
     assert run("verify", spec, "--index", str(tmp_path / "i")) == 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tenplexrun.core.extents import Placement
+from tenplexrun.core.extents import Placement, Plan
 from tenplexrun.core.order import DataOrder
-from tenplexrun.errors import DataError
+from tenplexrun.errors import DataChangedError, DataError
 from tenplexrun.samples import Extents
-from tenplexrun.vfs.data import Data
+from tenplexrun.vfs.data import Data, Reader
 from tenplexrun.vfs.remote import Remote
 from tenplexrun.vfs.rows import Limits
 
@@ -39,7 +40,8 @@ def alone(budget: int) -> Placement:
 @pytest.fixture
 def rows(tmp_path: Path) -> np.ndarray:
     rows = np.random.default_rng(0).integers(0, 256, size=(SAMPLES, SIZE), dtype=np.uint8)
-    np.save(tmp_path / "rows.npy", rows)
+    (tmp_path / "files").mkdir()
+    np.save(tmp_path / "files" / "rows.npy", rows)
     return rows
 
 
@@ -72,7 +74,7 @@ def open_data(tmp_path: Path, rows: np.ndarray, told: list[dict[str, Any]]) -> I
             told.append({"kind": kind, **fields})
 
         limits = Limits(window, patience_s)
-        opened.append(Data(f"npy:{tmp_path}/{name}.npy", tmp_path / "extents", ("", None), limits, tell))
+        opened.append(Data(f"npy:{tmp_path}/files/{name}.npy", tmp_path / "extents", ("", None), limits, tell))
         return opened[-1]
 
     yield open_data
@@ -83,7 +85,13 @@ def open_data(tmp_path: Path, rows: np.ndarray, told: list[dict[str, Any]]) -> I
 def reader(data: Data, budget: int, rank: int = 0, size: int = 1, consumed: int = 0, name: str = "v") -> Extents:
     plan = data.follow(alone(budget))
     data.keeper.wait(DEADLINE_S)
-    return data.reader(name, plan, ORDER, rank, size, consumed)
+    return shown(data, plan, name, ORDER, rank, size, consumed)
+
+
+def shown(data: Data, plan: Plan, name: str, order: DataOrder, rank: int, size: int, consumed: int) -> Extents:
+    found = data.reader(plan, Reader(name, Path("/view") / name, order, rank, size, consumed), 0.0)
+    assert isinstance(found, Extents)
+    return found
 
 
 def files_bytes(data: Data) -> int:
@@ -132,7 +140,7 @@ def test_any_rows_may_be_asked_for(open_data: Open, rows: np.ndarray) -> None:
         extents.gather(np.arange(SAMPLES), None, wait=False)
 
 
-def test_files_that_are_gone_are_an_error_where_a_row_is_needed(
+def test_files_that_are_away_are_an_error_where_a_row_is_needed(
     open_data: Open, rows: np.ndarray, tmp_path: Path, told: list[dict[str, Any]]
 ) -> None:
     data = open_data(patience_s=0.5)
@@ -140,29 +148,116 @@ def test_files_that_are_gone_are_an_error_where_a_row_is_needed(
     ids, _, _ = ORDER.share(0, 0, 1)
     np.testing.assert_array_equal(extents.gather(ids, 0), rows[ids])
     until(lambda: data.rows._next() is None and data.rows._busy is None)
-    (tmp_path / "rows.npy").rename(tmp_path / "gone.npy")
-    for opened in (data._remote.dataset, *([data._remote._own()])):
-        opened.pieces._files.clear()
-    data._remote._local = type(data._remote._local)()
+    (tmp_path / "files").rename(tmp_path / "away")
+    data._remote._local = type(data._remote._local)()  # files that are open stay readable
     ids, _, _ = ORDER.share(32, 0, 1)
     np.testing.assert_array_equal(extents.gather(ids, 32), rows[ids])
-    until(lambda: any("needed later cannot be fetched" in one.get("message", "") for one in told))
+    until(lambda: any("rows of npy:" in one["message"] for one in told if one["kind"] == "failed"))
     far, _, _ = ORDER.share(2048, 0, 1)
     with pytest.raises(DataError, match=r"rows\.npy.*tried again for 0\.5 s"):
         extents.gather(far, 2048)
-    (tmp_path / "gone.npy").rename(tmp_path / "rows.npy")
+    (tmp_path / "away").rename(tmp_path / "files")
     np.testing.assert_array_equal(extents.gather(far, 2048), rows[far])
+    until(lambda: any(one["kind"] == "recovered" for one in told))
+    assert [one["kind"] for one in told if "message" in one] == ["failed", "recovered"]
+
+
+def test_a_file_that_has_changed_is_an_error_at_once(
+    open_data: Open, rows: np.ndarray, tmp_path: Path, told: list[dict[str, Any]]
+) -> None:
+    data, path = open_data(), tmp_path / "files" / "rows.npy"
+    extents = reader(data, 0)
+    ids, _, _ = ORDER.share(0, 0, 1)
+    np.testing.assert_array_equal(extents.gather(ids, 0), rows[ids])
+    os.truncate(path, 1 << 20)
+    with pytest.raises(DataChangedError, match=r"rows\.npy has shrunk since the job began; restore it, and start"):
+        extents.gather(np.arange(SAMPLES - 32, SAMPLES))
+    path.unlink()
+    data._remote._local = type(data._remote._local)()  # files that are open stay readable
+    with pytest.raises(DataChangedError, match=r"rows\.npy has gone since the job began"):
+        extents.gather(np.arange(64))
+    until(lambda: any("rows of npy:" in one.get("message", "") for one in told))
+    assert not any("tried again" in one.get("message", "") for one in told)
+
+
+def test_a_file_that_was_written_to_is_looked_at_again(
+    open_data: Open, rows: np.ndarray, tmp_path: Path, told: list[dict[str, Any]]
+) -> None:
+    data, path = open_data(), tmp_path / "files" / "rows.npy"
+    extents = reader(data, 0)
+    np.testing.assert_array_equal(extents.gather(np.arange(64)), rows[:64])
+    path.touch()
+    np.testing.assert_array_equal(extents.gather(np.arange(500, 600)), rows[500:600])
+    [line] = [one["message"] for one in told if "message" in one]
+    assert "rows.npy was written to since the job began" in line
+    assert line.endswith("where it was compared it is, and so is read on")
+    with open(path, "r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([255 - rows[-1, -1]]))
+    with pytest.raises(DataChangedError, match=r"is not what it was: .*rows\.npy was written to .* restore it"):
+        extents.gather(np.arange(2000, 2100))
+
+
+def test_an_outage_is_told_once_though_some_rows_come(
+    open_data: Open, rows: np.ndarray, told: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two views, one reads what is there, again and again."""
+    data, down = open_data(patience_s=0.5), {"rows": 0}
+    gather, half = Remote.gather, SAMPLES // 2
+
+    def failing(self: Remote, ids: np.ndarray) -> np.ndarray:
+        if down["rows"] and (ids >= half).any():
+            down["rows"] += 1
+            raise DataError("its server does not answer")
+        return gather(self, ids)
+
+    monkeypatch.setattr(Remote, "gather", failing)
+    down["rows"] = 1
+    plan = data.follow(alone(0))
+    whole = shown(data, plan, "whole", ORDER, 0, 1, 0)
+    until(lambda: down["rows"] > 1)
+    lower = DataOrder(half, 3, 32, 4)
+    for begin in range(0, half, 32):
+        extents = shown(data, plan, f"lower {begin}", lower, 0, 1, begin)
+        ids, _, _ = lower.share(begin, 0, 1)
+        np.testing.assert_array_equal(extents.gather(ids, begin), rows[ids])
+        data.rows.close(f"lower {begin}")
+    until(lambda: down["rows"] > 3)
+    assert [one["kind"] for one in told if "message" in one] == ["failed"]
+    down["rows"] = 0
+    ids, _, _ = ORDER.share(0, 0, 1)
+    np.testing.assert_array_equal(whole.gather(ids, 0), rows[ids])
+    until(lambda: any(one["kind"] == "recovered" for one in told))
+    assert [one["kind"] for one in told if "message" in one] == ["failed", "recovered"]
+
+
+def test_extents_cut_short_or_without_checksums_are_fetched_anew(
+    open_data: Open, rows: np.ndarray, told: list[dict[str, Any]]
+) -> None:
+    data = open_data()
+    extents, size = reader(data, 8 << 20), data.catalogue.extent_bytes
+    first, second, third = (data.keeper.home / f"extent-0000{number}.bin" for number in (1, 2, 3))
+    for path, length in ((first, 0), (second, size // 2)):
+        path.chmod(0o600)
+        os.truncate(path, length)
+    third.with_suffix(".xxh3").unlink()
+    ids = np.arange(SAMPLES)
+    np.testing.assert_array_equal(extents.gather(ids), rows)
+    until(lambda: all(path.exists() and path.stat().st_size == size for path in (first, second, third)))
+    until(lambda: third.with_suffix(".xxh3").exists())
+    assert sum("is damaged, fetched anew" in one.get("message", "") for one in told) == 3
+    np.testing.assert_array_equal(extents.gather(ids), rows)
 
 
 def test_datasets_share_the_budget(
     open_data: Open, rows: np.ndarray, tmp_path: Path, told: list[dict[str, Any]]
 ) -> None:
-    np.save(tmp_path / "more.npy", rows[::-1])
+    np.save(tmp_path / "files" / "more.npy", rows[::-1])
     first = reader(open_data(), 3 << 20)
     second = open_data("more")
     plan = second.follow(alone(3 << 20))
     until(lambda: any("no room for more of npy:" in one.get("message", "") for one in told))
-    extents = second.reader("w", plan, ORDER, 0, 1, 0)
+    extents = shown(second, plan, "w", ORDER, 0, 1, 0)
     total = sum(path.stat().st_size for path in (tmp_path / "extents").glob("*/extent-*.bin"))
     assert total == 3 << 20
     ids = np.arange(0, SAMPLES, 5)

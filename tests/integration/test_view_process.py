@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from extents_of import loader_of
 from fuse_views import skip_or_fail
 
 from tenplexrun.errors import DataError
@@ -123,7 +124,7 @@ def test_files_and_loader_read_the_order(
     assert packs == rows[ids].tobytes()
     assert len(ids) == sum(int(line) for line in (place / "batch-sizes.txt").read_text().split())
 
-    shown = Loader(*open_view(str(place)), 1, 2, 48)
+    shown = loader_of(place, 1, 2, 48)
     plain, first = direct(order, 1, 2, 48), 0
     assert shown.order == plain.order
     while first < len(ids):
@@ -231,7 +232,7 @@ def test_killed_and_started_again_at_the_same_path(
     """Case D7."""
     view = start(mode)
     place = view.show(3, order, consumed=240)
-    loader = Loader(*open_view(str(place)), 0, 2, 240)
+    loader = loader_of(place, 0, 2, 240)
     expected = (place / "pack-00000.bin").read_bytes()
     view.end(signal.SIGKILL)
     if mode == "fuse":
@@ -247,7 +248,7 @@ def test_killed_and_started_again_at_the_same_path(
     assert (place / "pack-00000.bin").read_bytes() == expected
     assert os.readlink(place.parent / "current") == "round-3"
     assert again.show(3, order, consumed=240) == place
-    reopened = Loader(*open_view(str(place)), 0, 2, 240)
+    reopened = loader_of(place, 0, 2, 240)
     np.testing.assert_array_equal(reopened.next_batch().rows, direct(order, consumed=240).next_batch().rows)
 
 
@@ -296,7 +297,7 @@ def test_lost_and_damaged_extents_are_read_anew(
     place = view.show(1, order)
     [extent] = (view.home / "extents").glob("*/extent-*.bin")
     extent.unlink()
-    loader = Loader(*open_view(str(place)), 0, 2, 0)
+    loader = loader_of(place, 0, 2, 0)
     batch = loader.next_batch()
     np.testing.assert_array_equal(batch.rows, rows[batch.ids])
     until(extent.exists)
@@ -308,7 +309,7 @@ def test_lost_and_damaged_extents_are_read_anew(
     with open(extent, "r+b") as file:
         file.seek(100 * int(ids[5]))
         file.write(bytes([rows[ids[5], 0] ^ 255]))
-    loader, inode = Loader(*open_view(str(place)), 0, 2, 0), extent.stat().st_ino
+    loader, inode = loader_of(place, 0, 2, 0), extent.stat().st_ino
     batch = loader.next_batch()
     np.testing.assert_array_equal(batch.rows, rows[batch.ids])
     until(lambda: extent.exists() and extent.stat().st_ino != inode)

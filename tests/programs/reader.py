@@ -1,4 +1,5 @@
-"""Reads DATASET (rows made by `row_of`) with job.loader, proves every row, and writes the ids of each step to FOLDER.
+"""Reads DATASET (rows made by `row_of`, or lines by `line_of`, which two processes fetch) with job.loader, proves every
+sample, and writes the ids of each step to FOLDER.
 
 reader.py DATASET FOLDER STEPS PAUSE_S
 """
@@ -22,17 +23,30 @@ def row_of(ids: np.ndarray, size: int) -> np.ndarray:
     return ((ids[:, None] * 2654435761 + np.arange(size) * (ids[:, None] % 7 + 1)) % 251).astype(np.uint8)
 
 
+def line_of(number: int) -> dict[str, object]:
+    """Of 2 to 8 KiB."""
+    return {"number": number, "text": chr(97 + number % 26) * (2000 + number * 7919 % 6000)}
+
+
+def proved(batch, lines: bool) -> bool:
+    if lines:
+        return [line for rows in batch.rows for line in rows] == [line_of(number) for number in batch.ids.tolist()]
+    return np.array_equal(batch.rows, row_of(batch.ids, batch.rows.shape[1]))
+
+
 def main() -> None:
     dataset, folder, steps, pause_s = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
     job = tenplexrun.init()
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     job.state(model=model, optimizer=optimizer)
-    loader = job.loader(dataset, global_batch=24, micro_batch=4, seed=7)
+    lines = dataset.startswith("jsonl:")
+    options = {"num_workers": 2, "collate_fn": list} if lines else {}
+    loader = job.loader(dataset, global_batch=24, micro_batch=4, seed=7, **options)
     with (folder / f"ids-{job.round:03d}-{dist.get_rank()}-{os.getpid()}.jsonl").open("w", buffering=1) as file:
         for step, batch in job.steps(loader, until=steps):
-            if not np.array_equal(batch.rows, row_of(batch.ids, batch.rows.shape[1])):
-                raise SystemExit(f"step {step}: rows that are not those of their ids")
+            if not proved(batch, lines):
+                raise SystemExit(f"step {step}: samples that are not those of their ids")
             dist.barrier()
             file.write(
                 json.dumps({"step": step, "rank": dist.get_rank(), "ids": batch.ids[batch.weights > 0].tolist()}) + "\n"

@@ -111,9 +111,8 @@ def test_under_a_launcher_the_agent_is_asked(rows: tuple[str, np.ndarray], tmp_p
         return str(tmp_path)
 
     shown = open_loader(rows[0], global_batch=24, micro_batch=4, seed=5, show=show)
-    assert asked == [
-        {"dataset": rows[0], "global_batch": 24, "micro_batch": 4, "seed": 5, "tail": "short", "algo": "feistel-1"}
-    ]
+    order = {"global_batch": 24, "micro_batch": 4, "seed": 5, "tail": "short", "algo": "feistel-1"}
+    assert asked == [{"dataset": rows[0], **order, "bare": True}]
     direct = loader(rows[0])
     for _ in range(6):
         ours, theirs = shown.next_batch(), direct.next_batch()

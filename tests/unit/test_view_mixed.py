@@ -6,26 +6,30 @@ import io
 import json
 import os
 import tarfile
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+import pyarrow
 import pytest
+from extents_of import data_of, mixed_of
+from pyarrow import parquet
 
+from tenplexrun.core.extents import Placement
 from tenplexrun.core.order import DataOrder
 from tenplexrun.datasets.dataset import Dataset
 from tenplexrun.datasets.megatron import Writer
-from tenplexrun.errors import ArenaFullError, DataError
+from tenplexrun.errors import DataError
 from tenplexrun.formats import open_dataset
-from tenplexrun.vfs import mixed
+from tenplexrun.vfs import extents, mixed
+from tenplexrun.vfs.data import Data, Reader
 from tenplexrun.vfs.farm import Farm
+from tenplexrun.vfs.mixed import Mixed
 from tenplexrun.vfs.nodes import Directory, File, Link
 from tenplexrun.vfs.view import fitting, tree
 from tenplexrun.vfs.window import window
 
 SAMPLES = 103
-GOING = threading.Event()
 
 
 def sizes() -> list[int]:
@@ -76,7 +80,7 @@ def images(folder: Path) -> str:
 def content(directory: Directory, name: str) -> bytes:
     file = directory.entries[name]
     assert isinstance(file, File)
-    return bytes(file.read(0, file.num_bytes))
+    return bytes(file.read_all(0, file.num_bytes))
 
 
 @pytest.fixture
@@ -85,18 +89,32 @@ def source(tmp_path: Path) -> Path:
     return tmp_path / "source"
 
 
+@pytest.fixture
+def opened(tmp_path: Path) -> Iterator[Callable[[str], Data]]:
+    """Keeps datasets until the test ends."""
+    datas: list[Data] = []
+
+    def open_one(spec: str) -> Data:
+        datas.append(data_of(spec, tmp_path / "extents"))
+        return datas[-1]
+
+    yield open_one
+    for data in datas:
+        data.stop()
+
+
+Opened = Callable[[str], Data]
 ORDER = DataOrder(SAMPLES, 5, 24, 4)
 
 
 @pytest.mark.parametrize("make", [jsonl, tar, tfrecord, megatron])
 def test_packs_are_files_of_their_format(
-    make: Callable[[Path], str], source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Callable[[Path], str], source: Path, tmp_path: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mixed, "PACK_BYTES", 2000)
-    monkeypatch.setattr(mixed, "EXTENT_BYTES", 4096)
-    monkeypatch.setattr(mixed, "_COPY_BYTES", 300)
+    monkeypatch.setattr(extents, "LEAST_EXTENT_BYTES", 4096)
     spec = make(source)
-    samples = mixed.load(spec, tmp_path / "extents", GOING)
+    samples = mixed_of(opened(spec), tmp_path / "view")
     assert (samples.catalogue.num_samples, samples.catalogue.fingerprint) == (SAMPLES, open_dataset(spec).fingerprint())
     shown = window(ORDER, 1, 2, 24)
     directory = tree(shown, samples)
@@ -115,18 +133,18 @@ def test_packs_are_files_of_their_format(
     assert (len(offsets), offsets[-1]) == (len(ids) + 1, len(whole))
 
     # a pack is a dataset of the same format
-    again: Dataset | None = None
+    same: Dataset | None = None
     if make is not megatron:
         (tmp_path / "packs").mkdir()
         for name in packs:
             (tmp_path / "packs" / name).write_bytes(content(directory, name))
-        again = open_dataset(f"{spec.partition(':')[0]}:{tmp_path}/packs")
-        assert len(again) == len(ids)
+        same = open_dataset(f"{spec.partition(':')[0]}:{tmp_path}/packs")
+        assert len(same) == len(ids)
     raw = open_dataset(spec)
     for row, number in enumerate(ids.tolist()):
         assert raw.raw(number) in whole[offsets[row] : offsets[row + 1]]
-        if again is not None:
-            assert again[row] == raw[number]
+        if same is not None:
+            assert same[row] == raw[number]
 
     pack = directory.entries[packs[1]]
     assert isinstance(pack, File)
@@ -139,12 +157,32 @@ def test_packs_are_files_of_their_format(
     assert later is not None
     assert np.load(io.BytesIO(content(later, "offsets.npy")))[-1] > 0
     (source.rename(tmp_path / "gone"))  # copied once: not needed again, also after a restart
-    assert mixed.load(spec, tmp_path / "extents", GOING).catalogue == samples.catalogue
+    again = tree(shown, mixed_of(opened(spec), tmp_path / "view"))
+    assert b"".join(content(again, pack) for pack in packs) == whole
 
 
-def test_whole_files_are_links_by_class_and_row(source: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_rows_of_tables_are_lines(kind: str, source: Path, tmp_path: Path, opened: Opened) -> None:
+    """They are in extents as they are rendered."""
+    columns = {"number": list(range(SAMPLES)), "text": ["x" * size for size in sizes()]}
+    for name, part in (("a", slice(0, 60)), ("b", slice(60, None))):
+        table = pyarrow.table({column: values[part] for column, values in columns.items()})
+        if kind == "parquet":
+            parquet.write_table(table, source / f"{name}.parquet", row_group_size=17)
+        else:
+            with pyarrow.ipc.new_file(source / f"{name}.arrow", table.schema) as writer:
+                writer.write_table(table, max_chunksize=17)
+    directory = tree(window(ORDER, 1, 2, 24), mixed_of(opened(f"{kind}:{source}"), tmp_path / "view"))
+    ids = window(ORDER, 1, 2, 24).ids(0, 1000).tolist()
+    lines = content(directory, "pack-00000.jsonl").decode().splitlines()
+    assert [json.loads(line) for line in lines] == [
+        {name: values[number] for name, values in columns.items()} for number in ids
+    ]
+
+
+def test_whole_files_are_links_by_class_and_row(source: Path, tmp_path: Path, opened: Opened) -> None:
     spec = images(source)
-    samples = mixed.load(spec, tmp_path / "extents", GOING)
+    samples = mixed_of(opened(spec), tmp_path / "view")
     shown = window(ORDER, 1, 2, 24)
     directory = tree(shown, samples)
     farm = Farm(tmp_path / "view")
@@ -169,12 +207,12 @@ def test_whole_files_are_links_by_class_and_row(source: Path, tmp_path: Path) ->
     assert (index["rows"], index["files"], index["samples"]["classes"]) == (len(ids), "files", folders)
 
 
-def test_names_of_files_may_be_any_bytes_but_not_several_lines(source: Path, tmp_path: Path) -> None:
+def test_names_of_files_may_be_any_bytes_but_not_several_lines(source: Path, tmp_path: Path, opened: Opened) -> None:
     names = ["cat a/im 1.png", "ünï☃/x.png", os.fsdecode(b"caf\xe9/\xff.png"), "-rf/--x.png", "'q\"$`/*.png"]
     for name in names:
         (source / name).parent.mkdir()
         (source / name).write_bytes(os.fsencode(name))
-    samples = mixed.load(f"images:{source}", tmp_path / "extents", GOING)
+    samples = mixed_of(opened(f"images:{source}"), tmp_path / "view")
     farm = Farm(tmp_path / "view")
     farm.start()
     order = DataOrder(len(names), 5, len(names), 1)
@@ -188,12 +226,12 @@ def test_names_of_files_may_be_any_bytes_but_not_several_lines(source: Path, tmp
     ]
     (source / "cat a" / "two\nlines.png").write_bytes(b"x")
     with pytest.raises(DataError, match=r"two\\nlines\.png.* more than one line"):
-        mixed.load(f"images:{source}?glob=**/*.png", tmp_path / "extents", GOING)
+        opened(f"images:{source}?glob=**/*.png")
 
 
-def test_a_class_without_a_row_keeps_its_folder(source: Path, tmp_path: Path) -> None:
+def test_a_class_without_a_row_keeps_its_folder(source: Path, tmp_path: Path, opened: Opened) -> None:
     """Else labels by the folders' order would be others on each rank."""
-    samples = mixed.load(images(source), tmp_path / "extents", GOING)
+    samples = mixed_of(opened(images(source)), tmp_path / "view")
     files = tree(window(DataOrder(SAMPLES, 5, 1, 1), 0, 1, SAMPLES - 1), samples).entries["files"]
     assert isinstance(files, Directory)
     assert {"cat", "dog"} <= set(files.entries)
@@ -204,9 +242,9 @@ def test_a_class_without_a_row_keeps_its_folder(source: Path, tmp_path: Path) ->
 
 @pytest.mark.parametrize("make", [jsonl, images])
 def test_a_farm_takes_as_many_steps_as_there_is_room_for(
-    make: Callable[[Path], str], source: Path, tmp_path: Path
+    make: Callable[[Path], str], source: Path, tmp_path: Path, opened: Opened
 ) -> None:
-    samples = mixed.load(make(source), tmp_path / "extents", GOING)
+    samples = mixed_of(opened(make(source)), tmp_path / "view")
     whole = window(ORDER, 0, 1, 0)
     assert fitting(whole, samples, None) == fitting(whole, samples, 1 << 30) == whole
     one = fitting(whole, samples, 1)
@@ -216,32 +254,45 @@ def test_a_farm_takes_as_many_steps_as_there_is_room_for(
     assert fitting(whole, samples, int(taken) - 1).num_rows == 24
 
 
-@pytest.mark.parametrize("make", [jsonl, images])
-def test_full_memory_and_stopping_leave_nothing(
-    make: Callable[[Path], str], source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_without_room_for_a_second_copy_whole_files_are_read_from_extents(
+    source: Path, tmp_path: Path, opened: Opened
 ) -> None:
-    spec, stop = make(source), threading.Event()
-    stop.set()
-    with pytest.raises(DataError, match="told to stop"):
-        mixed.load(spec, tmp_path / "extents", stop)
-    assert list((tmp_path / "extents").iterdir()) == []
+    spec = images(source)
+    data = opened(spec)
+    linked = tree(window(ORDER, 1, 2, 24), mixed_of(data, tmp_path / "view"))
+    plan = data.follow(Placement("a", {"a": ""}, {"a": data.catalogue.num_bytes}, {}))
+    about = Reader("dp-0001/round-1", tmp_path / "view" / "round-1", ORDER, 1, 2, 24)
+    assert data.keeper.wait(60)
+    data.leave("dp-0000/round-0")
+    (data.keeper.home / "linked").unlink()
+    samples = data.reader(plan, about, 0.0)
+    assert isinstance(samples, Mixed)
+    shown = window(ORDER, 1, 2, 24)
+    directory, dataset = tree(shown, samples), open_dataset(spec)
+    assert content(directory, "list.txt") == content(linked, "list.txt")
+    names = content(directory, "list.txt").decode().splitlines()
+    assert content(directory, "paths.txt").decode().splitlines() == [f"{about.root}/{name}" for name in names]
+    for name, number in zip(names, shown.ids(0, shown.num_rows).tolist(), strict=True):
+        place: Directory = directory
+        *folders, last = name.split("/")
+        for folder in folders:
+            found = place.entries[folder]
+            assert isinstance(found, Directory)
+            place = found
+        assert content(place, last) == dataset.raw(number)
+    assert samples.row_bytes(np.arange(SAMPLES)).tolist() == [len(dataset.raw(n)) for n in range(SAMPLES)]
 
-    def no_room(*_: object) -> list[int]:
-        raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(mixed, "_write_files", no_room)
-    monkeypatch.setattr(mixed, "_write_extents", no_room)
-    with pytest.raises(ArenaFullError, match=r"needs \d+ bytes of shared memory"):
-        mixed.load(spec, tmp_path / "extents", GOING)
-    assert list((tmp_path / "extents").iterdir()) == []
+def test_a_loader_asks_for_a_view_without_its_files(source: Path, tmp_path: Path, opened: Opened) -> None:
+    samples = mixed_of(opened(jsonl(source)), tmp_path / "view")
+    bare = tree(window(ORDER, 0, 1, 0), samples, bare=True)
+    assert set(bare.entries) == {"index.json", "cursor.json", "batch-sizes.txt", "order.npy", "weights.npy"}
 
 
-def test_a_lost_extent_is_an_error_of_that_read(source: Path, tmp_path: Path) -> None:
-    samples = mixed.load(jsonl(source), tmp_path / "extents", GOING)
+def test_a_lost_extent_is_fetched_anew(source: Path, tmp_path: Path, opened: Opened) -> None:
+    data = opened(jsonl(source))
+    samples = mixed_of(data, tmp_path / "view")
     directory = tree(window(ORDER, 0, 1, 0), samples)
-    [lost] = (tmp_path / "extents").rglob("extent-*.bin")
-    lost.rename(tmp_path / "kept")
-    with pytest.raises(DataError, match="cannot map"):
-        content(directory, "pack-00000.jsonl")
-    (tmp_path / "kept").rename(lost)
+    for lost in (tmp_path / "extents").rglob("extent-*.bin"):
+        lost.unlink()
     assert len(content(directory, "pack-00000.jsonl").splitlines()) == SAMPLES + 1  # and one row of padding
