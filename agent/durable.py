@@ -177,7 +177,7 @@ class Collector:
             return
         going.parts[node] = record["part"]
         if all(part is not None for part in going.parts.values()):
-            self._publishing = asyncio.ensure_future(self._publish(going))
+            self._publishing = asyncio.ensure_future(self._publish(going, self._publishing))
 
     def lost(self, node: str) -> None:
         """The link to a node has broken: what it says of its part may not have come."""
@@ -188,7 +188,10 @@ class Collector:
         if self._publishing is not None:
             await end([self._publishing])
 
-    async def _publish(self, going: _Going) -> None:
+    async def _publish(self, going: _Going, before: asyncio.Task[None] | None) -> None:
+        """After the one `before`: whatever is published removes what others have left."""
+        if before is not None:
+            await asyncio.wait([before])
         parts = [part for part in going.parts.values() if part is not None]
         files = [str(part["file"]) for part in parts]
         try:
@@ -197,7 +200,7 @@ class Collector:
             if self._going is not going or self.confirm is None:
                 raise CompareFailedError(f"round {going.round} has ended")
             await self.confirm(going.round, going.step)
-            done = await self._client.publish(going.step, going.tag, files)
+            done = await self._client.publish(going.step, going.tag, files, self.end == (going.round, going.step))
         except TenplexError as error:
             self._give_up(going, str(error))
             return

@@ -16,6 +16,7 @@ import hashlib
 import json
 import sys
 import sysconfig
+import time
 from pathlib import Path
 
 import torch
@@ -149,7 +150,7 @@ def train(args: argparse.Namespace, job: tenplexrun.Job) -> None:
     schedule = make_schedules(args, job, model)
 
     job.state(model=model, optimizer=optimizer, scheduler=scheduler, stages=stages)
-    source = f"bytes:{sysconfig.get_paths()['stdlib']}?glob=**/*.py&exclude=*site-packages/*"
+    source = f"bytes:{args.source}?glob=**/*.py&exclude=*site-packages/*"
     loader = job.loader(
         f"{source}&sample_bytes={args.seq_len + 1}",
         global_batch=args.global_batch,
@@ -179,6 +180,7 @@ def train(args: argparse.Namespace, job: tenplexrun.Job) -> None:
         scheduler.step()
         if metrics:
             metrics.write(step, loss, batch.ids[batch.weights > 0].tolist())
+        time.sleep(args.pause)
 
 
 class Metrics:
@@ -204,6 +206,9 @@ def parse() -> argparse.Namespace:
     for name, value in {**sizes, "seed": 1}.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value, help=f"(default {value})")
     parser.add_argument("--lr", type=float, default=1e-3, help="(default 0.001)")
+    library = sysconfig.get_paths()["stdlib"]
+    parser.add_argument("--source", default=library, help="folder whose *.py it learns (default: that of Python)")
+    parser.add_argument("--pause", type=float, default=0.0, metavar="S", help="seconds to sleep after each step")
     parser.add_argument("--metrics-dir", type=Path, help="write loss and sample ids of every step there")
     parser.add_argument("--drop-moments-at-round", type=int, help="forget AdamW's moments there: the loss must differ")
     return parser.parse_args()

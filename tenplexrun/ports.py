@@ -204,8 +204,9 @@ class CheckpointClient(Protocol):
     async def prepare(self, step: int, tag: str, layout: Record, parts: Sequence[Record]) -> None:
         """All parts are written: check them, and write what makes them a checkpoint aside."""
 
-    async def publish(self, step: int, tag: str, files: Sequence[str]) -> Record:
-        """Make what was prepared a checkpoint, and remove old ones. Returns {"removed", "problem"}."""
+    async def publish(self, step: int, tag: str, files: Sequence[str], last: bool) -> Record:
+        """Make what was prepared a checkpoint, and remove old ones. `last`: none of a later step is under way. Returns
+        {"removed", "problem"}."""
 
 
 class ViewClient(Protocol):

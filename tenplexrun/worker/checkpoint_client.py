@@ -67,9 +67,9 @@ class CheckpointClient:
     async def prepare(self, step: int, tag: str, layout: Record, parts: Sequence[Record]) -> None:
         await self._ask("prepare", url=self._url(step), tag=tag, layout=layout, parts=list(parts))
 
-    async def publish(self, step: int, tag: str, files: Sequence[str]) -> Record:
+    async def publish(self, step: int, tag: str, files: Sequence[str], last: bool) -> Record:
         args = {"home": self._home, "url": self._url(step), "keep": self._keep, "jobs": self._jobs}
-        return await self._ask("publish", step=step, tag=tag, files=list(files), **args)
+        return await self._ask("publish", step=step, tag=tag, files=list(files), last=last, **args)
 
     async def close(self) -> None:
         await self._caller.close()

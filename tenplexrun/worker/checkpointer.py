@@ -8,7 +8,7 @@ Started as `checkpointer.main()` with JSON: {"socket": path of its control socke
     write    {url, number, tag, groups}                         -> a part's record    what was taken
     cancel   {}                                                 -> {}
     prepare  {url, tag, layout, parts}                          -> {}
-    publish  {home, url, step, tag, files, keep, jobs}          -> {removed: [step], problem: text | null}
+    publish  {home, url, step, tag, files, keep, jobs, last}    -> {removed: [step], problem: text | null}
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Checkpointer:
         folders.check_owner(args["home"], args["jobs"])
         saving.publish(Folder(args["url"]), args["tag"])
         try:
-            removed = saving.prune(Folder(args["home"]), args["step"], args["files"], args["keep"])
+            removed = saving.prune(Folder(args["home"]), args["step"], args["files"], args["keep"], args["last"])
         except CheckpointError as error:
             return {"removed": [], "problem": str(error)}
         return {"removed": removed, "problem": None}

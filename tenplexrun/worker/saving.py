@@ -123,10 +123,11 @@ def publish(folder: Folder, tag: str) -> None:
         raise CheckpointError(f"{folder.url}/{METADATA} cannot be written: {reason(error)}") from error
 
 
-def prune(home: Folder, step: int, files: Sequence[str], keep: int) -> list[int]:
+def prune(home: Folder, step: int, files: Sequence[str], keep: int, last: bool) -> list[int]:
     """After the checkpoint of `step` was published, which has these `files`: remove what torn ones have left, and those
     that are older than the `keep` newest ones. Returns the steps of these. Raises CheckpointError.
 
+    `last`: no other one will be written; else one of a later step may be under way, which looks like a torn one.
     Nothing goes but what has a name of ours: a folder step-5, or a file in one, may be somebody else's.
     """
     try:
@@ -136,7 +137,8 @@ def prune(home: Folder, step: int, files: Sequence[str], keep: int) -> list[int]
         old = durable.retired((number for number in whole if number <= step), keep)
         for number in old:
             found[number].fs.rm(found[number].at(METADATA))
-        for number in {*own} - whole | {*old}:
+        torn = {number for number in {*own} - whole if number < step or last}
+        for number in torn | {*old}:
             _remove(found[number], own[number] - {METADATA})
         _remove(found[step], own[step] - {METADATA, *files})
     except Exception as error:

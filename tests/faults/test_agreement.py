@@ -18,7 +18,7 @@ def start(cluster: Cluster, *flags: str, drift: int = 1 << 40) -> None:
         cluster.start(name, host, both, [PROGRAM, "--steps=40", f"--drift={drift}"])
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_replica_that_drifts_is_told_by_name_and_once(cluster: Cluster, replicas: int) -> None:
     """The buffers of BatchNorm differ between replicas all the time, as they may."""
     start(cluster, f"--replicas={replicas}", drift=7)
@@ -39,7 +39,7 @@ def test_strict_ends_the_job_with_the_name(cluster: Cluster) -> None:
         assert "replicas differ at step 4, and --replica-check is strict: 2.weight" in cluster.log(name)
 
 
-@pytest.mark.parametrize(("flag", "drift"), [("warn", 1 << 40), ("off", 3)])
+@pytest.mark.parametrize(("flag", "drift"), [pytest.param("warn", 1 << 40, marks=pytest.mark.slow), ("off", 3)])
 def test_replicas_that_agree_and_those_that_nobody_compares_are_not_told(
     cluster: Cluster, flag: str, drift: int
 ) -> None:

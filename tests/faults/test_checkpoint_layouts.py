@@ -31,7 +31,7 @@ def torchrun(command: list[str], num_workers: int, env: Mapping[str, str]) -> No
     ("more", "env", "flags"),
     [
         (["--sharded"], {"TENPLEX_TP": "2"}, ["--nproc-per-node=2"]),
-        ([], {}, ["--nproc-per-node=2", "--tp=2"]),
+        pytest.param([], {}, ["--nproc-per-node=2", "--tp=2"], marks=pytest.mark.slow),
         (["--fsdp"], {}, ["--nproc-per-node=3"]),
     ],
     ids=["tensor parallel", "replicas", "fsdp"],

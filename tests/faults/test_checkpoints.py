@@ -45,19 +45,18 @@ def test_a_job_starts_from_a_checkpoint_of_plain_torch(cluster: Cluster, home: P
 
 
 def test_all_nodes_are_lost_and_the_job_goes_on_at_another_layout(cluster: Cluster, home: Path) -> None:
-    command = job(home, 40, "--pause", "0.1")
-    start(cluster, home, command, "--nproc-per-node=2", "--tp=2", "--checkpoint-every=3")
+    start(cluster, home, job(home, 2000, "--pause", "0.1"), "--nproc-per-node=2", "--tp=2", "--checkpoint-every=3")
     cluster.wait(lambda: len(complete(home)) >= 2, "two checkpoints")
     for name in "ab":
         cluster.kill_node(name)
     newest = complete(home)[-1]
+    until = max(steps(home)) + 5
     with again(cluster, "second") as second:
-        start(second, home, command, "--nproc-per-node=3", "--checkpoint-every=100", nodes=1)
+        start(second, home, job(home, until), "--nproc-per-node=3", "--checkpoint-every=100", nodes=1)
         assert second.exit_code("a") == 0
         assert second.event("a", "loaded")["url"].endswith(f"step-{newest:09d}")
         assert re.search(rf"from step {newest}: no living nodes hold a snapshot, .* is read", second.log("a"))
-    found = steps(home)
-    same(found, alone(home, 40), range(40))
+    same(steps(home), alone(home, until), range(until))
 
 
 @pytest.mark.slow
@@ -90,8 +89,7 @@ def test_a_kill_in_mid_write_leaves_the_one_before(cluster: Cluster, home: Path)
 
 def test_an_unwritable_folder_is_reported_and_training_goes_on(cluster: Cluster, home: Path) -> None:
     (home / "ck").mkdir()
-    command = job(home, 150, "--pause", "0.1")
-    start(cluster, home, command, "--checkpoint-every=3", "--nproc-per-node=1")
+    start(cluster, home, job(home, 2000, "--pause", "0.1"), "--checkpoint-every=3", "--nproc-per-node=1")
     cluster.wait(lambda: complete(home), "a checkpoint")
     (home / "ck").rename(home / "away")
     (home / "ck").write_text("in the way")
@@ -100,10 +98,14 @@ def test_an_unwritable_folder_is_reported_and_training_goes_on(cluster: Cluster,
     cluster.wait(lambda: cluster.committed() > step, "further steps")
     (home / "ck").unlink()
     (home / "away").rename(home / "ck")
-    assert {cluster.exit_code(name) for name in "ab"} == {0}
+    newest = complete(home)[-1]
+    cluster.wait(lambda: complete(home)[-1] > newest, "a checkpoint")
+    cluster.agents["a"].send_signal(signal.SIGINT)
+    assert {cluster.exit_code(name) for name in "ab"} == {130}
     assert "the one before stays" in cluster.log("a") + cluster.log("b")
-    assert complete(home)[-1] == 150
-    same(steps(home), alone(home, 150), range(150))
+    found = steps(home)
+    del found[max(found)]  # perhaps of one rank only
+    same(found, alone(home, len(found)), range(len(found)))
 
 
 @pytest.mark.slow
@@ -119,7 +121,7 @@ def test_a_checkpoint_process_that_is_stopped_is_started_anew(cluster: Cluster, 
     assert {cluster.exit_code(name) for name in "ab"} == {130}
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("signum", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_a_job_that_is_told_to_end_writes_a_last_checkpoint(
     cluster: Cluster, home: Path, signum: signal.Signals
 ) -> None:

@@ -10,12 +10,10 @@ from pathlib import Path
 import pytest
 from cluster import Cluster
 from etcd_servers import EtcdCluster, EtcdServer, scratch
+from gpt import GPT
 
 from tenplexrun.agent.sweep import sweep
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-SMALL = ["--dim=32", "--heads=2", "--seq-len=32", "--global-batch=4", "--micro-batch=2", "--steps=100000"]
-GPT = [str(ROOT / "examples" / "train_gpt.py"), *SMALL]
 FLAGS = ["--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=0", "--rdzv-conf=last_call_timeout=20"]
 PATIENCE_S, LEASE_S = 150.0, 5.0
 

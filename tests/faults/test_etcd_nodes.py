@@ -5,15 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import time
-from pathlib import Path
 
+import gpt
 import pytest
 from cluster import Cluster
 from hosts import Hosts, missing
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-GPT = [str(ROOT / "examples" / "train_gpt.py"), "--dim=32", "--heads=2", "--seq-len=32", "--global-batch=4"]
-GPT += ["--micro-batch=1", "--steps=100000"]
+GPT = [*gpt.GPT, "--micro-batch=1"]
 FLAGS = ["--nproc-per-node=1", "--max-restarts=0", "--rdzv-conf=last_call_timeout=60"]
 
 

@@ -67,8 +67,7 @@ def _restart_once(folder: Path) -> None:
 
 
 def test_each_round_has_a_store_of_its_own(tmp_path: Path) -> None:
-    for _ in range(3):
-        _restart_once(tmp_path)
+    _restart_once(tmp_path)
 
 
 @pytest.mark.slow

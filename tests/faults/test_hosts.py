@@ -11,13 +11,11 @@ from pathlib import Path
 import pytest
 from cluster import Cluster
 from etcd_servers import scratch
+from gpt import GPT
 from hosts import Hosts, missing
 
 from tenplexrun.agent.embedded import SERVING, etcd_command, find_etcd
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-SMALL = ["--dim=32", "--heads=2", "--seq-len=32", "--global-batch=4", "--micro-batch=2", "--steps=100000"]
-GPT = [str(ROOT / "examples" / "train_gpt.py"), *SMALL]
 WHY_NOT = missing()
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 FLAGS = ["--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=0", "--rdzv-conf=last_call_timeout=20"]

@@ -12,10 +12,8 @@ from pathlib import Path
 
 import pytest
 from cluster import Cluster
+from gpt import GPT
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-SMALL = ["--dim=32", "--heads=2", "--seq-len=32", "--global-batch=4", "--micro-batch=2", "--steps=100000"]
-GPT = [str(ROOT / "examples" / "train_gpt.py"), *SMALL]
 TWO = ["--nproc-per-node=1", "--max-restarts=5", "--rdzv-conf=last_call_timeout=20"]
 
 

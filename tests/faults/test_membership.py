@@ -13,10 +13,8 @@ from pathlib import Path
 
 import pytest
 from cluster import Cluster, descendants
+from gpt import GPT
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-GPT = [str(ROOT / "examples" / "train_gpt.py"), "--dim=32", "--heads=2", "--seq-len=32", "--global-batch=4"]
-GPT += ["--micro-batch=2", "--steps=100000"]
 ONE = ["--nproc-per-node=1", "--max-restarts=5", "--rdzv-conf=last_call_timeout=0"]
 SUMS = """\
 import os, time, torch, torch.distributed as dist

@@ -10,15 +10,13 @@ from pathlib import Path
 
 import pytest
 from cluster import Cluster
+from gpt import GPT
 
 from tenplexrun.errors import ArenaFullError
 
-from .test_job import ROOT, end
+from .test_job import end
 
-SMALL_GPT = [str(ROOT / "examples" / "train_gpt.py"), "--dim=32", "--heads=2", "--seq-len=32", "--global-batch=4"]
-SMALL_GPT += ["--micro-batch=2"]
-LARGE_GPT = [str(ROOT / "examples" / "train_gpt.py"), "--dim=384", "--heads=2", "--seq-len=16", "--global-batch=4"]
-LARGE_GPT += ["--micro-batch=2", "--steps=100000"]
+LARGE_GPT = [*GPT, "--dim=384", "--seq-len=16"]
 
 
 def flip(folder: Path, fqn: str) -> None:
@@ -37,17 +35,17 @@ def flip(folder: Path, fqn: str) -> None:
 def test_a_bit_flips_in_memory_before_a_recovery(cluster: Cluster, tmp_path: Path, durable: bool) -> None:
     """The other holder is asked; where all copies are damaged, there is the checkpoint, or step 0, and the name."""
     fqn, store = "layers.1.up.weight", tmp_path / "ck"
-    command, flags = [*SMALL_GPT, "--steps=100000"], ["--nproc-per-node=1", "--max-restarts=5"]
+    flags = ["--nproc-per-node=1", "--max-restarts=5"]
     if durable:
         with Cluster(tmp_path / "before", "before", patience_s=150.0) as before:
             first = [*flags, f"--checkpoint-dir={store}", "--checkpoint-every=30"]
-            before.start("z", "127.0.0.9", first, [*SMALL_GPT, "--steps=30"])
+            before.start("z", "127.0.0.9", first, [*GPT, "--steps=30"])
             assert before.exit_code("z") == 0
         flags.append(f"--checkpoint-from={store / 'step-000000030'}")
     flags += ["--nnodes=1:2", "--snapshot-every=1000000"]
-    cluster.start("a", "127.0.0.1", flags, command)
+    cluster.start("a", "127.0.0.1", flags, GPT)
     cluster.wait_round(0, 1)
-    cluster.start("b", "127.0.0.2", flags, command)
+    cluster.start("b", "127.0.0.2", flags, GPT)
     step = cluster.wait_round(1, 2)["step"]
     assert step > 0
     folders = {name: Path(cluster.event(name, "started")["dir"]) for name in "ab"}

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 from cluster import Cluster
+from gpt import GPT
 from hosts import Hosts, missing
 
 from .test_hosts import hosts
-from .test_job import GPT, end
+from .test_job import end
 from .test_replicas import losses, uninterrupted
 
 __all__ = ["hosts"]

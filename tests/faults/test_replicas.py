@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 from cluster import Cluster
+from gpt import GPT
 
-from .test_job import GPT, end, process
+from .test_job import end, process
 
 FLAGS = ["--pp=2", "--max-restarts=5", "--rdzv-conf=last_call_timeout=20"]
 
@@ -30,7 +31,7 @@ def losses(folder: Path) -> dict[int, set[float]]:
 def uninterrupted(folder: Path, steps: int, script: Sequence[str] = GPT) -> dict[int, set[float]]:
     """The first steps of the same job on one node that nothing happens to."""
     with Cluster(folder / "alone", "alone", patience_s=150.0) as alone:
-        command = [*script, f"--metrics-dir={folder / 'metrics'}"]
+        command = [*script, "--pause=0", f"--metrics-dir={folder / 'metrics'}"]
         alone.start("z", "127.0.0.99", ["--nproc-per-node=2", "--pp=2"], command)
         alone.wait_round(0, 1)
         alone.wait(lambda: max(losses(folder / "metrics"), default=0) >= steps, f"{steps} steps")

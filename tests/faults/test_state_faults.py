@@ -12,15 +12,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gpt
 import pytest
 from arena_watch import ArenaWatch, in_mid_move
 from cluster import Cluster
 
-from .test_job import ROOT, end, process
+from .test_job import end, process
 from .test_replicas import losses, uninterrupted
 
-LARGE = ["--dim=384", "--heads=2", "--seq-len=16", "--global-batch=4", "--micro-batch=2", "--steps=100000"]
-GPT = [str(ROOT / "examples" / "train_gpt.py"), *LARGE]
+GPT = [*gpt.GPT, "--dim=384", "--seq-len=16", "--pause=0"]
 FLAGS = ["--pp=2", "--max-restarts=30", "--rdzv-conf=last_call_timeout=20"]
 PAIR = ["--nnodes=2:2", "--nproc-per-node=1", *FLAGS]
 STORE = "tenplexrun.store.server"

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import trustme
 from cluster import Cluster
+from gpt import GPT
 
 from tenplexrun.agent.links import Links
 from tenplexrun.config import parse
@@ -135,8 +136,7 @@ def test_files_that_cannot_be_used_are_one_line(files: Path, tmp_path: Path) -> 
 
 def test_a_job_by_tls(cluster: Cluster, files: Path) -> None:
     """Two nodes train, and replicate each other's state."""
-    command = [str(Path(__file__).parents[2] / "examples" / "train_gpt.py"), "--dim=32", "--heads=2", "--seq-len=32"]
-    command += ["--global-batch=4", "--micro-batch=2", "--steps=6"]
+    command = [*GPT, "--steps=6"]
     for name, host, cert in (("a", "127.0.0.1", "one"), ("b", "127.0.0.2", "two")):
         flags = ["--nnodes=2", "--nproc-per-node=1", "--pp=2", f"--tls-ca={files / 'ca.pem'}"]
         flags += [f"--tls-cert={files / f'{cert}.pem'}", f"--tls-key={files / f'{cert}.key'}"]

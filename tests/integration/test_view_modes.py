@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tenplexrun import channel
 from tenplexrun.errors import ArenaFullError, WireError
 from tenplexrun.vfs.client import ViewClient
 
@@ -40,11 +41,12 @@ def test_without_the_right_to_mount_it_is_a_farm(start: Callable[..., Process], 
     assert (code, said) == (0, "")
 
 
-def test_fuse_or_nothing(home: Path) -> None:
+def test_fuse_or_nothing(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     view = Process(home, "fuse", without_sys_admin()).start()
     code, said = view.end(0)
     assert (code, said.count("\n")) == (69, 1), said
     assert "mode farm" in said
+    monkeypatch.setattr(channel, "RESTART_S", 0.1)
     with pytest.raises(WireError, match="cannot reach"):
         asyncio.run(ViewClient(str(view.socket)).show(1, {}, 0, 1, 0))
 

@@ -123,11 +123,11 @@ def write(folder: Path, home: str, step: int = 7, tag: str = TAG) -> list[dict[s
     return parts
 
 
-def publish(folder: Path, home: str, step: int = 7, tag: str = TAG, keep: int = 2) -> list[int]:
+def publish(folder: Path, home: str, step: int = 7, tag: str = TAG, keep: int = 2, last: bool = False) -> list[int]:
     parts, where = write(folder, home, step, tag), Folder(f"{home}/{durable.folder_name(step)}")
     saving.prepare(where, tag, LAYOUT, parts)
     saving.publish(where, tag)
-    return saving.prune(Folder(home), step, [part["file"] for part in parts], keep)
+    return saving.prune(Folder(home), step, [part["file"] for part in parts], keep, last)
 
 
 def test_plain_torch_reads_what_was_written(home: str, tmp_path: Path) -> None:
@@ -255,6 +255,14 @@ def test_torn_and_old_ones_go_and_what_is_not_ours_stays(home: str, tmp_path: Pa
     ]
     assert publish(tmp_path, home, 7, "0000007b") == [], "the same step once more"
     assert load(f"{home}/{durable.folder_name(7)}", tmp_path, CONFIG)[0].consumed == 70
+
+
+def test_one_of_a_later_step_may_be_under_way_unless_it_was_the_last(home: str, tmp_path: Path) -> None:
+    written = write(tmp_path, home, 9, "00000009")
+    publish(tmp_path, home, 8, "00000008")
+    assert Folder(f"{home}/{durable.folder_name(9)}").names() == [part["file"] for part in written]
+    publish(tmp_path, home, 8, "0000008b", last=True)
+    assert Folder(home).names() == [durable.folder_name(8)]
 
 
 def test_folders_and_files_of_others_are_never_removed(home: str, tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def test_nothing_is_lost_and_nothing_twice(lines: str, options: dict[str, Any]) 
     check(lines, options)
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize("method", [pytest.param("spawn", marks=pytest.mark.slow), "forkserver"])
 def test_nothing_is_lost_with_other_start_methods(lines: str, method: str) -> None:
     """In a process of its own, since multiprocessing's trackers stay as long as who started them."""
     done = subprocess.run([sys.executable, __file__, lines, method], capture_output=True, text=True)
