@@ -9,7 +9,8 @@
     │   └── WireError             68  a peer spoke nonsense, or went away in mid-stream
     │       └── PeerLostError     68  it cannot be reached, or stalls: it may come back
     ├── DataError                 69  the dataset, its order or its view
-    │   └── DataChangedError       69  its files are not what they were: no restart would mend that
+    │   ├── DataChangedError       69  its files are not what they were: no restart would mend that
+    │   └── DataModifiedError      69  a file was written to: whether it is what it was is to be looked at
     ├── CoordinationError         70  etcd unreachable or refusing
     │   ├── CompareFailedError    70  a compare-and-swap was lost
     │   └── RunGoneError          70  the run has ended, or was started anew, without this node
@@ -66,6 +67,10 @@ class DataError(TenplexError):
 
 class DataChangedError(DataError):
     """A file of the dataset has gone, or is not what it was when the job began: it would not be later, either."""
+
+
+class DataModifiedError(DataError):
+    """A file of the dataset was written to, or another one put in its place, since it was listed."""
 
 
 class CoordinationError(TenplexError):

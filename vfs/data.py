@@ -53,8 +53,9 @@ class Data:
         home = home_of(spec, extents)
         self.key = home.name
         self._socket, store = sockets
-        self._remote, neighbours = Remote(spec), Neighbours(store, self.key)
+        self._remote, neighbours = Remote(spec, tell), Neighbours(store, self.key)
         self.catalogue, self._mixed = _catalogues(home, self._remote)
+        self._remote.fingerprint = self.catalogue.fingerprint
         self.keeper = Keeper(self._remote, self.catalogue, home, neighbours, tell, self._dropped)
         source = Source(self._remote, self.keeper, neighbours)
         self.rows = Rows(source, self.keeper, self._needs(), limits)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import threading
+from collections.abc import Callable
 from concurrent.futures import CancelledError, ThreadPoolExecutor
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -14,23 +16,28 @@ from tenplexrun import places
 from tenplexrun.core.order import Ids
 from tenplexrun.datasets.dataset import Dataset
 from tenplexrun.datasets.tables import Table
-from tenplexrun.errors import DataError
+from tenplexrun.errors import DataChangedError, DataError, DataModifiedError
 from tenplexrun.formats import has_one_size, open_dataset
+from tenplexrun.vfs.outage import Tell
 
 THREADS = 16
+T = TypeVar("T")
 
 
 class Remote:
     """Reads dataset `spec`, opened when first needed. May be used by several threads, each with files of its own.
 
+    Files that were written to meanwhile are listed again, and go on to be read if `fingerprint` is still theirs.
+
     `source` has its samples, `dataset` what extents are made of: the same, or blocks of bytes (`tenplexrun.places`).
     """
 
-    def __init__(self, spec: str) -> None:
-        self.spec = spec
+    def __init__(self, spec: str, tell: Tell) -> None:
+        self.spec, self._tell = spec, tell
+        self.fingerprint = ""  # of `dataset`; "": not known yet
         self._local = threading.local()
         self._opened: tuple[Dataset, Dataset] | None = None
-        self._opening = threading.Lock()
+        self._opening, self._listing = threading.Lock(), threading.Lock()
         self._pool = ThreadPoolExecutor(THREADS, "remote")
 
     @property
@@ -50,13 +57,14 @@ class Remote:
 
     def read(self, offset: int, num_bytes: int) -> bytes:
         """Bytes of the samples laid end to end. Raises DataError."""
-        return self._own().read(offset, num_bytes)
+        return self._read(lambda own: own.read(offset, num_bytes))
 
     def gather(self, ids: Ids) -> npt.NDArray[np.uint8]:
         """Samples [n, sample_bytes], many read at once: remote files answer late. Raises DataError."""
 
         def part(some: Ids) -> npt.NDArray[np.uint8]:
-            return np.ascontiguousarray(self._own().gather(some)).view(np.uint8).reshape(len(some), -1)
+            rows = self._read(lambda own: own.gather(some))
+            return np.ascontiguousarray(rows).view(np.uint8).reshape(len(some), -1)
 
         if self.dataset.pieces.remote:  # it sees to that itself
             return part(ids)
@@ -77,9 +85,33 @@ class Remote:
                 self._opened = source, source if source.spans is None else places.blocks(source)
             return self._opened
 
-    def _own(self) -> Dataset:
-        if not hasattr(self._local, "dataset"):
-            opened = self.dataset
+    def _read(self, read: Callable[[Dataset], T]) -> T:
+        opened = self.dataset
+        try:
+            return read(self._own(opened))
+        except DataModifiedError as error:
+            self._list_again(opened, error)
+        return read(self._own(self.dataset))
+
+    def _list_again(self, before: Dataset, error: DataModifiedError) -> None:
+        """Raises DataChangedError where the content has changed, too."""
+        with self._listing:
+            if self.dataset is not before:
+                return  # another thread has done it
+            kept, self._opened = self._opened, None
+            try:
+                same = self.fingerprint in ("", self.dataset.fingerprint())
+            except DataError:
+                same = False
+            if not same:
+                self._opened = kept
+                raise DataChangedError(f"dataset {self.spec} is not what it was: {error}") from error
+            self._tell("failed", message=f"{error}; where it was compared it is, and so is read on")
+
+    def _own(self, opened: Dataset) -> Dataset:
+        """This thread's."""
+        if getattr(self._local, "opened", None) is not opened:
+            self._local.opened = opened
             self._local.dataset = dataclasses.replace(opened, pieces=copy.copy(opened.pieces))
         own: Dataset = self._local.dataset
         return own

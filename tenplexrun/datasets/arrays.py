@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import zipfile
+from dataclasses import replace
 from typing import IO, Any
 
 import numpy as np
@@ -71,7 +72,7 @@ def _rows(spec: str, whole: Piece, file: IO[bytes], start: int) -> _Rows:
     if not shape or dtype.names or dtype.hasobject or (fortran and len(shape) > 1):
         raise DataError(f"dataset {spec}: not a plain array of rows in C order; save one with numpy.save")
     num_bytes = math.prod(shape) * dtype.itemsize
-    piece = Piece(whole.path, start + file.tell(), num_bytes)
+    piece = replace(whole, offset=start + file.tell(), num_bytes=num_bytes)
     if whole.num_bytes < piece.offset + num_bytes:
         raise DataError(f"dataset {spec}: {whole.path} is shorter than its header says; copy it again")
     return dtype.str, shape, piece

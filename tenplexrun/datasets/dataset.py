@@ -16,7 +16,7 @@ import numpy.typing as npt
 import xxhash
 
 from tenplexrun.datasets import remote
-from tenplexrun.errors import DataError
+from tenplexrun.errors import DataError, DataModifiedError
 
 Ids = npt.NDArray[np.int64]
 Decode = Callable[[bytes, int], Any]
@@ -31,11 +31,13 @@ _MAX_GAP = 64 << 10  # bytes of a remote file that are read for nothing rather t
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Bytes [offset, offset + num_bytes) of a file. `path` may be a URL."""
+    """Bytes [offset, offset + num_bytes) of a file. `path` may be a URL. `modified_ns`: when the file was modified last
+    as it was listed; None where nobody looked."""
 
     path: str
     offset: int
     num_bytes: int
+    modified_ns: int | None = None
 
 
 class Pieces:
@@ -47,7 +49,8 @@ class Pieces:
     def __init__(self, pieces: Sequence[Piece]) -> None:
         self._pieces = [piece for piece in pieces if piece.num_bytes]
         *self._starts, self.num_bytes = itertools.accumulate((p.num_bytes for p in self._pieces), initial=0)
-        self._files: dict[str, FileIO] = {}
+        self._files: dict[str, tuple[FileIO, Piece]] = {}
+        self._unchecked: set[str] = set()  # files read since `check`
         self.remote = any(remote.is_url(piece.path) for piece in self._pieces)
 
     @property
@@ -71,14 +74,27 @@ class Pieces:
         return piece, piece.offset + offset - self._starts[number]
 
     def read(self, offset: int, num_bytes: int) -> bytes:
-        """Raises DataChangedError when a file has gone or shrunk since it was listed, DataError when it cannot be read
-        now."""
+        """Raises DataChangedError when a file has gone or shrunk since it was listed, DataModifiedError when it was
+        written to, DataError when it cannot be read now."""
+        data = self._read(offset, num_bytes)
+        self.check()
+        return data
+
+    def check(self) -> None:
+        """Raises DataModifiedError when a file that was read since the last check is not as it was listed."""
+        paths, self._unchecked = self._unchecked, set()
+        for file, piece in filter(None, map(self._files.get, paths)):
+            if piece.modified_ns not in (None, os.fstat(file.fileno()).st_mtime_ns):
+                what = f"{piece.path} was written to since the job began"
+                raise DataModifiedError(f"{what}; if it is not what it was, restore it, and start the job again")
+
+    def _read(self, offset: int, num_bytes: int) -> bytes:
         data = bytearray(num_bytes)
         self.read_into(offset, memoryview(data))
         return bytes(data)
 
     def read_into(self, offset: int, data: memoryview) -> None:
-        """Fill `data` with the bytes from `offset` on. Raises DataError as `read`."""
+        """Fill `data` with the bytes from `offset` on. Raises DataError as `read`, but for what `check` does."""
         if self.remote:
             [data[:]] = self._fetch([(offset, offset + len(data))])
             return
@@ -92,11 +108,13 @@ class Pieces:
     def read_many(self, spans: Sequence[tuple[int, int]]) -> list[bytes]:
         """The bytes [begin, end) of each. Raises DataError as `read`."""
         if not self.remote:
-            return [self.read(begin, end - begin) for begin, end in spans]
+            found = [self._read(begin, end - begin) for begin, end in spans]
+            self.check()
+            return found
         joined = merged(spans)
-        found = self._fetch([(begin, end) for begin, end, _ in joined])
+        fetched = self._fetch([(begin, end) for begin, end, _ in joined])
         parts = [b""] * len(spans)
-        for (first, _, members), data in zip(joined, found, strict=True):
+        for (first, _, members), data in zip(joined, fetched, strict=True):
             for member in members:
                 begin, end = spans[member]
                 parts[member] = data[begin - first : end - first]
@@ -116,7 +134,8 @@ class Pieces:
 
     def _read_piece(self, piece: Piece, skip: int, data: memoryview) -> None:
         try:
-            file = self._files.get(piece.path) or self._open(piece.path)
+            file, _ = self._files.get(piece.path) or self._open(piece)
+            self._unchecked.add(piece.path)
             found = os.preadv(file.fileno(), [data], piece.offset + skip)
             while 0 < found < len(data):
                 more = os.preadv(file.fileno(), [data[found:]], piece.offset + skip + found)
@@ -128,11 +147,12 @@ class Pieces:
         if found != len(data):
             raise remote.changed(piece.path, "has shrunk")
 
-    def _open(self, path: str) -> FileIO:
+    def _open(self, piece: Piece) -> tuple[FileIO, Piece]:
         while len(self._files) >= _MAX_OPEN_FILES:
-            self._files.pop(next(iter(self._files))).close()
-        self._files[path] = file = FileIO(path)
-        return file
+            self.check()
+            self._files.pop(next(iter(self._files)))[0].close()
+        self._files[piece.path] = opened = FileIO(piece.path), piece
+        return opened
 
 
 def merged(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int, list[int]]]:
@@ -256,6 +276,7 @@ class Dataset:
         else:
             for row, start in zip(rows, (ids * (self.stride or size)).tolist(), strict=True):
                 self.pieces.read_into(start, row.data)
+            self.pieces.check()
         return (
             rows.view(self.dtype).reshape(len(ids), *self.shape) if len(ids) else np.empty((0, *self.shape), self.dtype)
         )

@@ -112,7 +112,10 @@ def size_of(path: str) -> int:
 
 
 def whole(path: str) -> Piece:
-    return Piece(path, 0, size_of(path))
+    if remote.is_url(path):
+        return Piece(path, 0, size_of(path))
+    found = os.stat(path)
+    return Piece(path, 0, found.st_size, found.st_mtime_ns)
 
 
 def read_file(path: str) -> bytes:

@@ -11,15 +11,15 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from tenplexrun.datasets.dataset import Dataset, Ids, Piece, Pieces, Spans
-from tenplexrun.datasets.files import Source, read_file, size_of
+from tenplexrun.datasets.dataset import Dataset, Ids, Pieces, Spans
+from tenplexrun.datasets.files import Source, read_file, whole
 from tenplexrun.errors import DataError
 
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -113,14 +113,14 @@ def open_megatron(source: Source) -> Dataset:
     before, as Megatron-LM's GPT dataset cuts them from its documents in order; without, a sample is a sequence."""
     spec, prefix = source.spec, source.path.removesuffix(".idx").removesuffix(".bin")
     index = Index.read(f"{prefix}.idx")
-    size, num_bytes = index.dtype.itemsize, size_of(f"{prefix}.bin")
+    size, all_ = index.dtype.itemsize, whole(f"{prefix}.bin")
     ends = index.pointers + index.lengths.astype(np.int64) * size
-    if len(ends) and int(ends.max()) > num_bytes:
+    if len(ends) and int(ends.max()) > all_.num_bytes:
         raise DataError(
-            f"dataset {spec}: {prefix}.bin has {num_bytes} bytes, its index speaks of {ends.max()}; copy it again"
+            f"dataset {spec}: {prefix}.bin has {all_.num_bytes} bytes, its index speaks of {ends.max()}; copy it again"
         )
     if "seq_length" not in source.options:
-        pieces, note = Pieces([Piece(f"{prefix}.bin", 0, num_bytes)]), f"tokens {index.dtype.str}"
+        pieces, note = Pieces([all_]), f"tokens {index.dtype.str}"
         return Dataset(
             spec, len(ends), "", (), pieces, spans=Spans(index.pointers, ends, _Tokens(index.dtype)), note=note
         )
@@ -130,6 +130,6 @@ def open_megatron(source: Source) -> Dataset:
             f"dataset {spec}: its sequences are not end to end in the .bin file; read them without seq_length"
         )
     tokens = int(index.lengths.sum(dtype=np.int64))
-    piece = Piece(f"{prefix}.bin", int(index.pointers[0]) if len(ends) else 0, tokens * size)
+    piece = replace(all_, offset=int(index.pointers[0]) if len(ends) else 0, num_bytes=tokens * size)
     num_samples = max(0, tokens - 1) // length
     return Dataset(spec, num_samples, index.dtype.str, (length + 1,), Pieces([piece]), stride=length * size)

@@ -149,9 +149,7 @@ def test_files_that_are_away_are_an_error_where_a_row_is_needed(
     np.testing.assert_array_equal(extents.gather(ids, 0), rows[ids])
     until(lambda: data.rows._next() is None and data.rows._busy is None)
     (tmp_path / "files").rename(tmp_path / "away")
-    for opened in (data._remote.dataset, *([data._remote._own()])):
-        opened.pieces._files.clear()
-    data._remote._local = type(data._remote._local)()
+    data._remote._local = type(data._remote._local)()  # files that are open stay readable
     ids, _, _ = ORDER.share(32, 0, 1)
     np.testing.assert_array_equal(extents.gather(ids, 32), rows[ids])
     until(lambda: any("rows of npy:" in one["message"] for one in told if one["kind"] == "failed"))
@@ -180,6 +178,24 @@ def test_a_file_that_has_changed_is_an_error_at_once(
         extents.gather(np.arange(64))
     until(lambda: any("rows of npy:" in one.get("message", "") for one in told))
     assert not any("tried again" in one.get("message", "") for one in told)
+
+
+def test_a_file_that_was_written_to_is_looked_at_again(
+    open_data: Open, rows: np.ndarray, tmp_path: Path, told: list[dict[str, Any]]
+) -> None:
+    data, path = open_data(), tmp_path / "files" / "rows.npy"
+    extents = reader(data, 0)
+    np.testing.assert_array_equal(extents.gather(np.arange(64)), rows[:64])
+    path.touch()
+    np.testing.assert_array_equal(extents.gather(np.arange(500, 600)), rows[500:600])
+    [line] = [one["message"] for one in told if "message" in one]
+    assert "rows.npy was written to since the job began" in line
+    assert line.endswith("where it was compared it is, and so is read on")
+    with open(path, "r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([255 - rows[-1, -1]]))
+    with pytest.raises(DataChangedError, match=r"is not what it was: .*rows\.npy was written to .* restore it"):
+        extents.gather(np.arange(2000, 2100))
 
 
 def test_an_outage_is_told_once_though_some_rows_come(

@@ -16,7 +16,7 @@ from sklearn.datasets import load_digits
 
 from tenplexrun.datasets.index import SampleIndex
 from tenplexrun.datasets.megatron import Index, Writer
-from tenplexrun.errors import DataError
+from tenplexrun.errors import DataError, DataModifiedError
 from tenplexrun.formats import open_dataset
 
 DOCUMENTS = [[[5, 6, 7], [8]], [[9, 10, 11, 12]], [[13, 14]]]  # of sequences of tokens
@@ -193,6 +193,9 @@ def test_tenplex_index(tmp_path: Path) -> None:
         np.testing.assert_array_equal(found["mask"], sample["mask"])
     content = (tmp_path / "b.npzs").read_bytes()
     (tmp_path / "b.npzs").write_bytes(content[:-4] + b"****")
+    with pytest.raises(DataModifiedError, match=r"b\.npzs was written to since the job began"):
+        dataset[4]
+    dataset = open_dataset(f"tenplex:{tmp_path}/index.txt")
     with pytest.raises(DataError, match=r"sample 4 of .*b\.npzs at byte \d+: "):
         dataset[4]
     good = (tmp_path / "index.txt").read_text()
