@@ -72,11 +72,14 @@ def _kind(dataset: Dataset) -> str:
 
 
 def _text(sample: Any) -> str:
-    """A sample in few lines: of arrays the type, the shape and the first and last elements."""
+    """A sample in few lines: of arrays the type and the shape, of those of one dim the first and last elements, too."""
     if isinstance(sample, np.ndarray):
-        return f"{sample.dtype} {list(sample.shape)} {np.array2string(sample, threshold=16, edgeitems=4)}"
+        values = f" {np.array2string(sample, threshold=16, edgeitems=4)}" if sample.ndim <= 1 else ""
+        return f"{sample.dtype} {list(sample.shape)}{values}"
     if isinstance(sample, dict):
         return "\n".join(f"{name}: {_text(value)}" for name, value in sample.items())
+    if isinstance(sample, tuple) and len(sample) == 2 and isinstance(sample[1], int):
+        return f"{_text(sample[0])}, label {sample[1]}"
     if isinstance(sample, tuple):
         return "\n".join(map(_text, sample))
     return f"{sample!r:.2000}"

@@ -62,7 +62,13 @@ class SampleIndex:
         content = io.BytesIO()
         np.savez(content, header=np.array(header), starts=self.starts, sizes=self.sizes, checksums=self.checksums)
         if remote.is_url(path):
-            remote.write_file(path, content.getvalue())
+            try:
+                remote.write_file(path, content.getvalue())
+            except DataError as error:
+                raise DataError(
+                    f"cannot write the index {path}: {error}; where its server takes no files, name a local one with "
+                    "--index FILE, and give index=FILE with the dataset"
+                ) from error
             return
         new = f"{path}.{os.getpid()}.new"
         try:

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from tenplexrun import ctl
 
+IMAGE = "uint8 [20, 30, 3], label 0"
 Run = Callable[..., tuple[int, str, str]]
 
 
@@ -75,5 +77,8 @@ def test_show(run: Run, lines: Path, tmp_path: Path) -> None:
     out = run("show", f"npy:{tmp_path}/x.npy")[1]
     assert "4 samples of float32 [3], 12 bytes" in out
     assert out.endswith("float32 [3] [0. 1. 2.]\n")
+    Image.fromarray(np.full((20, 30, 3), 7, np.uint8)).save(tmp_path / "x.png")
+    shown = run("show", f"images:{tmp_path}?glob=*.png")[1].splitlines()
+    assert shown[2:] == [f"sample 0: {(tmp_path / 'x.png').stat().st_size} bytes, {tmp_path}/x.png at byte 0", IMAGE]
     assert "--sample 4 is none of them" in run("show", f"npy:{tmp_path}/x.npy", "--sample", "4")[2]
     assert run("show", "npy:/none.npy")[0] == 69
