@@ -236,10 +236,12 @@ class Rows:
                 return None
 
     def _elsewhere(self, ids: Ids) -> Ids:
-        """Those that this node does not own."""
+        """Those that this node does not own, or has no room for."""
         plan, catalogue = self._keeper.plan, self._source.catalogue
         assert plan is not None
-        return ids[~np.isin(ids // catalogue.samples_per_extent, np.fromiter(plan.wanted, np.int64))]
+        return ids[
+            ~np.isin(ids // catalogue.samples_per_extent, np.fromiter(plan.wanted - self._keeper.crowded, np.int64))
+        ]
 
     def _note(self, window: Ahead, fetched: bool) -> None:
         """One window's rows may come while another's do not: the outage is over when all do that are still needed."""
