@@ -64,7 +64,7 @@ def tell(events: EventLog, record: Mapping[str, Any]) -> None:
     else:
         what = (
             f"{record['owned']} of {record['extents']} extents of {record['dataset']} on this node: {kept / mebi:.1f} "
-            f"of {whole / mebi:.1f} MiB (up to {record['budget'] / mebi:.0f} MiB may be)"
+            f"of {whole / mebi:.1f} MiB (up to {record['budget'] / mebi:.1f} MiB may be)"
         )
     moved = f"; {record['moved'] / mebi:.1f} MiB fetched, {record['from_peers'] / mebi:.1f} of them from other nodes"
     unowned = (

@@ -165,8 +165,10 @@ class Node:
         return meeting, coordination
 
     def _tell_start(self, meeting: Meeting, shown: Mapping[str, Any]) -> None:
+        # a .npy begins with a header: as real files tensors would take their memory a second time
+        state = "" if shown["mode"] == "fuse" else ", the state only by HTTP"
         self.events.say(
-            f"run {self.spec.run_id}, etcd at {meeting}; data shown by {shown['mode']} ({shown['reason']}); "
+            f"run {self.spec.run_id}, etcd at {meeting}; data shown by {shown['mode']} ({shown['reason']}){state}; "
             f"{self._limits()}"
         )
         self.events.emit(

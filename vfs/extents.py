@@ -79,12 +79,14 @@ class Keeper:
         self.plan: Plan | None = None
         self.written: set[int] = set()
         """Extents that this process has written, and which are still here."""
+        self.crowded: frozenset[int] = frozenset()
+        """Extents of the plan that there is no room for now: other datasets have it."""
         self._settled = threading.Event()
         self._wake = threading.Event()
         self._stopping = False
         self._moved = {"peers": 0, "files": 0}
         self._reported: Plan | None = None  # as all here
-        self._crowded: Plan | None = None  # told that there is no room for it
+        self._lacking_room: Plan | None = None  # as told
         self._thread = threading.Thread(target=self._run, name="extents", daemon=True)
         home.mkdir(parents=True, exist_ok=True)
 
@@ -109,7 +111,7 @@ class Keeper:
             if not self._intact(number) and (self.home / extent_name(number)).exists():  # else it was dropped just now
                 self._drop(number)
                 self._tell("failed", message=f"extent {number} of {self._remote.spec} is damaged, fetched anew")
-        self._wake.set()
+                self._wake.set()
 
     def stop(self) -> None:
         self._stopping = True
@@ -131,6 +133,7 @@ class Keeper:
                 if self._load_all(plan):
                     self._settled.set()
                     self.outage.works("extents")
+                    self.crowded = frozenset()
                     if self._reported is not plan:
                         self._report(plan, whole=True)
                 self._give(plan)
@@ -145,8 +148,10 @@ class Keeper:
     def _failed(self, plan: Plan, error: Exception) -> None:
         if not isinstance(error, ArenaFullError):
             self.outage.fails("extents", error)
-        elif self._crowded is not plan:  # a lack that lasts: rows come from elsewhere, which may well have an outage
-            self._crowded = plan
+            return
+        self.crowded = frozenset(plan.wanted - present(self.home))
+        if self._lacking_room is not plan:  # which lasts: rows come from elsewhere, and that may well have an outage
+            self._lacking_room = plan
             self._tell("failed", message=f"{error}; what has none is fetched row by row")
 
     def _load_all(self, plan: Plan) -> bool:

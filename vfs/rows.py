@@ -8,11 +8,13 @@ those that are not there yet. What an older layout has fetched stays as long as 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import itertools
 import os
+import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,13 +24,13 @@ import numpy.typing as npt
 from tenplexrun.core.ahead import Ahead, Chunk
 from tenplexrun.core.order import DataOrder, Ids
 from tenplexrun.errors import DataChangedError, DataError
-from tenplexrun.samples import Catalogue, found_in, rows_places
+from tenplexrun.samples import Catalogue, found_in, read_rows, rows_places
 from tenplexrun.vfs.extents import Keeper, present
 from tenplexrun.vfs.neighbours import Neighbours, Run
 from tenplexrun.vfs.remote import Remote
 
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.2, 5.0
-_SUFFIX = ".rows"
+_NAME = re.compile(r"ahead-(\d+)-([0-9a-f]*)-(\d+)-(\d+)\.rows")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +59,23 @@ class Source:
     def __init__(self, remote: Remote, keeper: Keeper, neighbours: Neighbours) -> None:
         self._remote, self._keeper, self._neighbours = remote, keeper, neighbours
         self.catalogue: Catalogue = keeper.catalogue
-        self._numbers = itertools.count()
-        for left in keeper.home.glob("ahead-*"):
-            left.unlink()
+        self.left = sorted(self._left(), key=lambda batch: batch.first)
+        """What a predecessor has fetched that was killed."""
+        self._numbers = itertools.count(1 + max((int(_place(batch.path)[0]) for batch in self.left), default=0))
+
+    def _left(self) -> Iterator[Batch]:
+        for path in self._keeper.home.glob("ahead-*"):
+            if _NAME.fullmatch(path.name):
+                ids, _ = read_rows(str(path), self.catalogue.sample_bytes)
+                _, order, first, stop = _place(path)
+                yield Batch(path, order, int(first), int(stop), np.array(ids))
+            else:
+                path.unlink()
 
     def fetch(self, ids: Ids, order: str, first: int, stop: int) -> Batch:
         """The rows of `ids`, ascending, each once. Raises DataError, OSError when some cannot be had now."""
-        size, path = self.catalogue.sample_bytes, self._keeper.home / f"ahead-{next(self._numbers)}{_SUFFIX}"
+        size = self.catalogue.sample_bytes
+        path = self._keeper.home / f"ahead-{next(self._numbers)}-{order}-{first}-{stop}.rows"
         start, end = rows_places(len(ids), size)
         partial = path.with_suffix(".partial")
         try:
@@ -118,7 +130,7 @@ class Rows:
         self._limit_rows = max(1, limits.window_bytes // (needs.sample_bytes + 8))
         self._patience_s = limits.patience_s
         self._windows: dict[str, Ahead] = {}
-        self._batches: list[Batch] = []
+        self._batches = source.left
         self._busy: Chunk | None = None
         self._stuck: list[Ahead] = []  # whose next rows cannot be had now
         self._changed = threading.Condition()
@@ -126,8 +138,11 @@ class Rows:
         self._thread = threading.Thread(target=self._run, name="ahead", daemon=True)
 
     def open(self, name: str, order: DataOrder, rank: int, size: int, begin: int) -> None:
-        """A view is shown: keep its next rows here."""
+        """A view is shown: keep its next rows here. `begin`: as it was shown; one that is shown again after a kill -9
+        has been read further, as what was fetched for it says."""
         with self._changed:
+            key = _key(order)
+            begin = max(begin, min((batch.first for batch in self._batches if batch.order == key), default=begin))
             self._windows[name] = Ahead(order, rank, size, self._limit_rows, begin)
             if not self._thread.is_alive():
                 self._thread.start()
@@ -221,10 +236,12 @@ class Rows:
                 return None
 
     def _elsewhere(self, ids: Ids) -> Ids:
-        """Those that this node does not own."""
+        """Those that this node does not own, or has no room for."""
         plan, catalogue = self._keeper.plan, self._source.catalogue
         assert plan is not None
-        return ids[~np.isin(ids // catalogue.samples_per_extent, np.fromiter(plan.wanted, np.int64))]
+        return ids[
+            ~np.isin(ids // catalogue.samples_per_extent, np.fromiter(plan.wanted - self._keeper.crowded, np.int64))
+        ]
 
     def _note(self, window: Ahead, fetched: bool) -> None:
         """One window's rows may come while another's do not: the outage is over when all do that are still needed."""
@@ -271,5 +288,12 @@ class Rows:
 
 
 def _key(order: DataOrder) -> str:
-    """Orders under which a position means the same sample."""
-    return f"{order.num_samples} {order.seed} {order.algo} {order.fingerprint}"
+    """The same for orders under which a position means the same sample."""
+    text = f"{order.num_samples} {order.seed} {order.algo} {order.fingerprint}"
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _place(path: Path) -> tuple[str, ...]:
+    match = _NAME.fullmatch(path.name)
+    assert match is not None
+    return match.groups()

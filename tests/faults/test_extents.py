@@ -268,6 +268,39 @@ def test_a_dataset_cut_short_ends_the_job_where_it_is_needed(nodes: Cluster, dat
     assert len(nodes.events("a", "view_failed")) == 1
 
 
+def test_two_datasets_that_do_not_fit_together_are_read_all_the_same(nodes: Cluster, tmp_path: Path) -> None:
+    """Each alone would fit. What has no room comes from the files, also after a loss, and that is said once a round."""
+    for name, size in (("rows", SIZE), ("more", SIZE // 2)):
+        np.save(tmp_path / f"{name}.npy", row_of(np.arange(SAMPLES), size))
+    both = f"npy:{tmp_path}/rows.npy,npy:{tmp_path}/more.npy"
+    for number in range(2):
+        start(nodes, number, "1:2", both, "--data-memory=9M")
+    nodes.wait_round(0, 2)
+    nodes.progress(SAMPLES // 24 + 10)
+    for name in "ab":
+        event = extents_event(nodes, name, lambda event: event["dataset"].endswith("rows.npy"))
+        assert event["owned"] == EXTENTS // 2
+        assert extent_bytes(nodes, name) <= 9 << 20
+    line = rf"    npy:{tmp_path}/more\.npy: 16 of 32 extents, \S+ of 4\.0 MiB here, more on the way .*up to 9 MiB"
+    status = nodes.ctl("status").stdout
+    assert len(re.findall(line, status)) == 2, status
+    told = nodes.events(kind="view_failed")
+    assert sorted(event["node"] for event in told) == sorted({event["node"] for event in told})
+    assert all(event["message"].startswith("no room for more of npy:") for event in told)
+    nodes.kill_node("b")
+    nodes.wait_round(1, 1)
+    nodes.progress(SAMPLES // 24)
+    assert extent_bytes(nodes, "a") <= 9 << 20
+    assert len(nodes.events("a", "view_failed")) <= 3, "each dataset once a round"
+    end(nodes)
+    check_order(nodes)
+
+
+def extent_bytes(cluster: Cluster, name: str) -> int:
+    folder = Path(cluster.event(name, "started")["dir"]) / "extents"
+    return sum(path.stat().st_size for path in folder.glob("*/extent-*.bin"))
+
+
 def test_killed_views_and_stores_come_back_while_rows_are_read(nodes: Cluster, dataset: str) -> None:
     """The order and every row are as ever; what they kept in memory is still there."""
     start_two(nodes, dataset, pause_s=0.1)

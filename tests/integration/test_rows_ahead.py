@@ -131,6 +131,26 @@ def test_a_change_of_layout_keeps_what_was_fetched(open_data: Open, rows: np.nda
     assert set(ids.tolist()) <= before
 
 
+def test_a_process_that_is_started_again_has_what_the_one_before_it_fetched(
+    open_data: Open, rows: np.ndarray, read: list[int]
+) -> None:
+    data = open_data()
+    extents = reader(data, 0)
+    for begin in range(0, 320, 32):
+        extents.gather(ORDER.share(begin, 0, 1)[0], begin)
+    until(lambda: data.rows._next() is None and data.rows._busy is None)
+    data.stop()
+    before = len(read)
+    again = open_data()
+    extents = reader(again, 0)
+    until(lambda: again.rows._next() is None and again.rows._busy is None)
+    for begin in (320, 352):
+        ids, _, _ = ORDER.share(begin, 0, 1)
+        np.testing.assert_array_equal(extents.gather(ids, begin), rows[ids])
+    assert len(read) == len(set(read)), "nothing was read twice"
+    assert len(read) - before <= 128, "only what lies further ahead"
+
+
 def test_any_rows_may_be_asked_for(open_data: Open, rows: np.ndarray) -> None:
     extents = reader(open_data(), 1 << 20)
     for seed in range(20):
@@ -260,6 +280,7 @@ def test_datasets_share_the_budget(
     extents = shown(second, plan, "w", ORDER, 0, 1, 0)
     total = sum(path.stat().st_size for path in (tmp_path / "extents").glob("*/extent-*.bin"))
     assert total == 3 << 20
+    until(lambda: files_bytes(second) > 0)  # ahead of who reads, as those that no node owns
     ids = np.arange(0, SAMPLES, 5)
     np.testing.assert_array_equal(extents.gather(ids), rows[::-1][ids])
     np.testing.assert_array_equal(first.gather(ids), rows[ids])

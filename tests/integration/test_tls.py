@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,9 @@ import numpy as np
 import pytest
 import trustme
 from cluster import Cluster
+from extents_of import extents_of
 from gpt import GPT
+from programs.reader import row_of
 
 from tenplexrun.agent.links import Links
 from tenplexrun.config import parse
@@ -22,6 +25,7 @@ from tenplexrun.store import wire
 from tenplexrun.store.arena import Arena
 from tenplexrun.store.peers import PeerServer
 from tenplexrun.store.pulls import Order, PullJob
+from tenplexrun.store.shelf import RowsJob, Shelf
 from tenplexrun.store.transfer import Peers
 from tenplexrun.tls import Tls
 
@@ -72,6 +76,32 @@ def test_regions_come_by_tls(source: tuple[Arena, int], files: Path, tmp_path: P
         data = np.frombuffer(target.file(piece.file).view, np.float64, piece.region.num_elements, piece.offset)
         expected = np.arange(1500 * 1001.0).reshape(1500, 1001)[piece.region.slices]
         np.testing.assert_array_equal(data.reshape(piece.region.lengths), expected)
+
+
+def test_samples_come_by_tls(files: Path, tmp_path: Path) -> None:
+    """Of a dataset's extents; to nobody else."""
+    rows = np.arange(3000 * 1001, dtype=np.uint32).reshape(3000, 1001)
+    np.save(tmp_path / "rows.npy", rows)
+    kept = extents_of(f"npy:{tmp_path}/rows.npy", tmp_path / "extents")
+    per, size, home = kept.catalogue.samples_per_extent, kept.catalogue.sample_bytes, Path(kept.directory)
+    shelf = Shelf(tmp_path / "extents")
+    server = PeerServer(Arena.open(tmp_path / "arena"), b"secret", 5.0, tls=tls(files, "one").server(), shelf=shelf)
+    address, path = f"127.0.0.1:{server.start('127.0.0.1')}", tmp_path / "fetched"
+    runs = [[1, 0, per, 0, [0]], [3, 5, 2, per * size, [0]]]
+    record = {"dataset": home.name, "path": str(path), "sample_bytes": size, "addresses": [address], "runs": runs}
+    try:
+        for name, missing in (("stranger", [0, 1]), ("two", [])):
+            path.write_bytes(bytes((per + 2) * size))
+            job = RowsJob(Peers("secret", 5.0, tls(files, name).client()), record)
+            assert job.run()["missing"] == missing
+            assert any(path.read_bytes()) == (not missing)
+        expected = np.concatenate([rows[per : 2 * per], rows[3 * per + 5 : 3 * per + 7]])
+        np.testing.assert_array_equal(np.fromfile(path, np.uint32).reshape(-1, 1001), expected)
+        (home / "extent-00003.xxh3").unlink()
+        assert 1 in RowsJob(Peers("secret", 5.0, tls(files, "two").client()), record).run()["missing"]
+        assert not (home / "extent-00003.bin").exists(), "it is fetched anew"
+    finally:
+        server.close()
 
 
 def test_who_is_not_of_the_job_gets_nothing(source: tuple[Arena, int], files: Path) -> None:
@@ -143,3 +173,21 @@ def test_a_job_by_tls(cluster: Cluster, files: Path) -> None:
         cluster.start(name, host, flags, command)
     assert {cluster.exit_code(name) for name in "ab"} == {0}
     assert cluster.events(kind="replicated")
+
+
+def test_a_joining_node_gets_its_part_of_a_dataset_by_tls(cluster: Cluster, files: Path, tmp_path: Path) -> None:
+    np.save(tmp_path / "rows.npy", row_of(np.arange(1024), 4096))
+    program = Path(__file__).parents[1] / "programs" / "reader.py"
+    command = [str(program), f"npy:{tmp_path}/rows.npy", str(cluster.out), "1000000", "0.02"]
+    for number, (name, cert) in enumerate((("a", "one"), ("b", "two"))):
+        flags = ["--nnodes=1:2", "--nproc-per-node=1", "--view-window=1M", f"--tls-ca={files / 'ca.pem'}"]
+        flags += [f"--tls-cert={files / f'{cert}.pem'}", f"--tls-key={files / f'{cert}.key'}"]
+        cluster.start(name, f"127.0.0.{number + 1}", flags, command)
+        cluster.wait_round(number, number + 1)
+        cluster.progress(5)
+    cluster.wait(lambda: cluster.events("b", "extents"), "the extents of b")
+    [event] = cluster.events("b", "extents")
+    assert event["from_peers"] == event["moved"] == 1024 * 4096 // 2
+    cluster.progress(1024 // 24)
+    cluster.agents["a"].send_signal(signal.SIGINT)
+    assert {cluster.exit_code(name) for name in "ab"} == {130}
