@@ -16,7 +16,8 @@ test: lint
 	$(BIN)/pytest -n 4 --dist worksteal $(TESTS)
 
 test-slow: setup
-	$(BIN)/pytest -m slow
+	$(BIN)/pytest -n 2 --dist worksteal -m slow $(TESTS)
+	HYPOTHESIS_PROFILE=many $(BIN)/pytest -n 2 tests/property
 
 # 100 % of the branches of the planner and the layout language.
 PLANNER := balance,layout,local,ops,placement,planner,ptc,ranges,replicas,shared,sources,spec,stages,validation

@@ -53,15 +53,17 @@ def _run_alone(home: Path, until: int, *more: str) -> dict[int, dict[str, Any]]:
 
 
 def steps(home: Path) -> dict[int, dict[str, Any]]:
-    """By step: the loss, and the samples of all dp ranks, of the newest round."""
+    """By step: the loss, and the samples of all dp ranks, of the newest round that has done it."""
     found: dict[int, dict[str, Any]] = {}
     paths = sorted(home.glob("losses-*.jsonl"), key=lambda path: int(path.name.split("-")[1]))
     for path in paths:
+        _, number, rank = path.name.split("-")
         for line in path.read_text().splitlines():
             record = json.loads(line)
-            one = found.setdefault(record["step"], {"ids": {}})
-            one["loss"] = record["loss"]
-            one["ids"][path.name.split("-")[2]] = record["ids"]
+            one = found.get(record["step"])
+            if one is None or one["round"] != number:  # an older round may have had more ranks
+                one = found[record["step"]] = {"round": number, "loss": record["loss"], "ids": {}}
+            one["ids"][rank] = record["ids"]
     for one in found.values():
         one["ids"] = [sample for _, ids in sorted(one["ids"].items()) for sample in ids]
     return found

@@ -15,9 +15,13 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "tests")]
 
 from cluster import Cluster  # noqa: E402 (it lies among the examples)
+from hypothesis import settings  # noqa: E402
+from properties import examples  # noqa: E402
 
 from tenplexrun.agent.sweep import sweep  # noqa: E402
 
+settings.register_profile("tenplexrun", examples())
+settings.load_profile("tenplexrun")
 MARK = "TENPLEXRUN_TEST_MARK"  # inherited by whatever a test starts
 SHARED_MEMORY = Path("/dev/shm")
 SETTLE_S = 20.0

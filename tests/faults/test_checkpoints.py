@@ -7,7 +7,6 @@ import re
 import shutil
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -244,25 +243,33 @@ def test_another_model_ends_the_job_with_the_names(cluster: Cluster, home: Path)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_nodes_come_and_go_and_each_checkpoint_is_whole(cluster: Cluster, home: Path) -> None:
-    command = job(home, 500, "--pause", "0.05")
+    command = job(home, 100_000, "--pause", "0.05")
     common = ["--nnodes=1:3", "--nproc-per-node=1", "--max-restarts=9", f"--checkpoint-dir={home / 'ck'}"]
     common += ["--checkpoint-every=2", "--checkpoint-keep=1000"]
+
+    def more(what: str) -> None:
+        seen = len(complete(home))
+        cluster.wait(lambda: len(complete(home)) > seen + 3, f"checkpoints {what}")
+
     cluster.start("a", "127.0.0.1", common, command)
     cluster.start("b", "127.0.0.2", common, command)
-    cluster.wait(lambda: len(complete(home)) > 3, "checkpoints")
+    cluster.wait_round(0, 2)
+    more("of both")
     cluster.kill_node("b")
-    seen = len(complete(home))
-    cluster.wait(lambda: len(complete(home)) > seen + 3, "checkpoints without b")
+    more("without b")
     cluster.start("c", "127.0.0.3", common, command)
     joined = cluster.event("c", "joined")["node"]
     cluster.wait(lambda: [one for one in cluster.events(kind="round") if joined in one["nodes"]], "a round with c")
+    more("with c")
     cluster.kill_worker("a", 0)
-    assert {cluster.exit_code(name) for name in "ac"} == {0}
-    expected = alone(home, 500)
-    assert {number: one["ids"] for number, one in steps(home).items()} == {n: one["ids"] for n, one in expected.items()}
-    deadline = time.monotonic() + 600
-    found = complete(home)
-    for step in found[:: len(found) // 10]:
-        assert time.monotonic() < deadline
+    more("after the restart")
+    cluster.agents["a"].send_signal(signal.SIGINT)
+    assert {cluster.exit_code(name) for name in "ac"} == {130}
+    found = steps(home)
+    del found[max(found)]  # perhaps of one rank only
+    same(found, alone(home, len(found)), range(len(found)))
+    whole = complete(home)
+    for step in whole[:: len(whole) // 5]:
         loaded(home, str(home / "ck" / f"step-{step:09d}"))

@@ -148,7 +148,7 @@ def test_restart_counts_are_equal_on_unequal_nodes(cluster: Cluster, tmp_path: P
         "    time.sleep(1)\n"
         "    os._exit(7)\n",
     )
-    flags = ["--nnodes=2", "--max-restarts=2", "--rdzv-conf=last_call_timeout=20"]
+    flags = ["--nnodes=2", "--max-restarts=2", "--rdzv-conf=last_call_timeout=20", "--cold-start"]
     cluster.start("a", "127.0.0.1", [*flags, "--nproc-per-node=1", "--node-rank=0", "--role=chief"], command)
     cluster.start("b", "127.0.0.2", [*flags, "--nproc-per-node=3", "--node-rank=1", "--role=hand"], command)
     assert end(cluster, "a", "b") == {0}
@@ -202,7 +202,7 @@ def test_a_second_signal_ends_all_nodes_at_once(cluster: Cluster, tmp_path: Path
     command = script(tmp_path, SAVES + "while True: time.sleep(0.1)\n")
     env = {**os.environ, "SAVE_S": "1000"}
     for node, address in (("a", "127.0.0.1"), ("b", "127.0.0.2")):
-        cluster.start(node, address, ["--nnodes=2", "--shutdown-timeout=900"], command, env)
+        cluster.start(node, address, ["--nnodes=2", "--shutdown-timeout=900", "--cold-start"], command, env)
     until(cluster, "a", "UP")
     until(cluster, "b", "UP")
     cluster.agents["a"].send_signal(signal.SIGTERM)
@@ -232,7 +232,7 @@ def test_nodes_that_are_told_to_leave_together_leave_in_one_change(cluster: Clus
 
 def test_a_signal_before_the_job_has_begun(cluster: Cluster, tmp_path: Path) -> None:
     """Nobody else ever comes: it ends while it waits for them."""
-    cluster.start("a", "127.0.0.1", ["--nnodes=2"], script(tmp_path, ""))
+    cluster.start("a", "127.0.0.1", ["--nnodes=2", "--cold-start"], script(tmp_path, ""))
     until(cluster, "a", "etcd at")
     cluster.agents["a"].send_signal(signal.SIGTERM)
     assert cluster.exit_code("a") == 128 + signal.SIGTERM

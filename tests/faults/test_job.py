@@ -106,7 +106,7 @@ def test_killed_store_and_view_come_back_and_still_hold_all(cluster: Cluster) ->
 def test_without_restarts_left_all_nodes_end_with_the_first_cause(cluster: Cluster, tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text("import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(5)\ntime.sleep(300)\n")
-    flags = ["--nnodes=2", "--nproc-per-node=1", "--max-restarts=1"]
+    flags = ["--nnodes=2", "--nproc-per-node=1", "--max-restarts=1", "--cold-start"]
     cluster.start("a", "127.0.0.1", flags, [str(path)])
     cluster.start("b", "127.0.0.2", flags, [str(path)])
     assert cluster.exit_code("a") == cluster.exit_code("b") == 5

@@ -259,10 +259,10 @@ def test_no_false_alarm_under_full_load(cluster: Cluster) -> None:
 def test_a_node_with_other_flags_is_refused_in_one_line_and_the_job_goes_on(cluster: Cluster, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import time; time.sleep(300)")
     (tmp_path / "other.py").write_text("import time; time.sleep(301)")
-    flags = ["--nnodes=1:3", "--nproc-per-node=2", "--tp=2"]
+    flags = ["--nnodes=1:3", "--nproc-per-node=2", "--tp=2", "--cold-start"]
     cluster.start("a", "127.0.0.1", flags, [str(tmp_path / "train.py")])
     cluster.workers("a")
-    wrong = ["--nnodes=1:3", "--nproc-per-node=2", "--state-files=1M"]
+    wrong = ["--nnodes=1:3", "--nproc-per-node=2", "--state-files=1M", "--cold-start"]
     cluster.start("b", "127.0.0.2", wrong, [str(tmp_path / "train.py")])
     assert cluster.agents.pop("b").wait(cluster.patience_s) == 2
     line = cluster.log("b").splitlines()[-1]

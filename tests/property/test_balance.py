@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
+from properties import examples
 from scipy.optimize import linprog
 
 from tenplexrun.core.balance import Line, quotas
@@ -50,7 +51,7 @@ def least_load(tiles: Mapping[frozenset[str], int]) -> float:
     return float(linprog(cost, loads, np.zeros(len(NODES)), equal, list(tiles.values())).fun)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(resizes())
 def test_the_busiest_sender_is_near_the_least_possible(resize: tuple[PTC, PTC]) -> None:
     current, target = resize

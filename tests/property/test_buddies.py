@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from itertools import combinations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from properties import examples
 
 from tenplexrun.core.buddies import buddies
 from tenplexrun.core.layout import Layout, Shard, Stage, TensorSpec
@@ -49,7 +50,7 @@ def held(layout: Layout, config: ParallelConfig, workers: tuple[int, ...], repli
     return found
 
 
-@settings(max_examples=150)
+@examples(80)
 @given(worlds())
 def test_losing_fewer_nodes_than_replicas_loses_nothing(
     world: tuple[Layout, ParallelConfig, tuple[int, ...], int],
@@ -65,7 +66,7 @@ def test_losing_fewer_nodes_than_replicas_loses_nothing(
         assert gaps(layout, holders_of(snapshot, living, layout)) == []
 
 
-@settings(max_examples=150)
+@examples(80)
 @given(worlds())
 def test_each_region_is_on_as_many_nodes_as_asked_and_on_no_more(
     world: tuple[Layout, ParallelConfig, tuple[int, ...], int],

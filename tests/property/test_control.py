@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import nullcontext
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from properties import examples
 
 from tenplexrun.core.control import DONE, NO_HOLD, ControlPage, num_bytes
 
@@ -62,7 +63,7 @@ class Story:
             yield
 
 
-@settings(max_examples=300)
+@examples(150)
 @given(st.lists(st.integers(0, RANKS), min_size=20, max_size=120))
 def test_no_interleaving_passes_a_hold(schedule: list[int]) -> None:
     story = Story()

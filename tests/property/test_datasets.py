@@ -8,14 +8,15 @@ from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from properties import examples
 
 from tenplexrun.datasets import dataset, files, remote
 from tenplexrun.datasets.dataset import Dataset, Piece, Pieces
 from tenplexrun.formats import open_dataset
 
-quiet = settings(deadline=None, max_examples=40)
+quiet = examples(40)
 
 
 @quiet

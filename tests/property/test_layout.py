@@ -6,8 +6,9 @@ import json
 from collections.abc import Sequence
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from properties import examples
 
 from tenplexrun.core.layout import Layout, Shard, Stage, Stages, TensorSpec
 from tenplexrun.core.parallel import ParallelConfig
@@ -71,7 +72,7 @@ def test_json_and_order_do_not_change_the_digest(tensors: tuple[TensorSpec, ...]
     assert Layout.merge([Layout((one,)) for one in tensors] * 2) == layout
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(st.tuples(specs("a"), specs("b"), specs("c")), configs, st.data())
 def test_a_slot_holds_each_distinct_region_once(
     tensors: tuple[TensorSpec, ...], config: ParallelConfig, data: st.DataObject

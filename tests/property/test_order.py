@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from properties import examples
 
 from tenplexrun.core.order import TAILS, DataOrder
 
@@ -25,7 +26,7 @@ orders = st.builds(
     st.sampled_from(TAILS),
     st.sampled_from(["feistel-1", "blocks-1:7:3", "blocks-1:64:2"]),
 )
-quiet = settings(deadline=None, max_examples=30)
+quiet = examples(30)
 
 
 def real_rows(order: DataOrder, consumed: int, dp: int) -> list[int]:
@@ -63,7 +64,7 @@ def test_shares_of_many_steps_are_those_of_each(order: DataOrder, consumed: int,
     assert sum(len(ids) for ids, _, _ in shares.values()) < 8192 + order.global_batch + order.micro_batch
 
 
-@settings(deadline=None, max_examples=10)
+@examples(10)
 @given(orders, st.lists(st.integers(1, 64), min_size=1, max_size=3))
 def test_short_reads_every_sample_exactly_once_an_epoch(order: DataOrder, degrees: list[int]) -> None:
     order = replace(order, tail="short")

@@ -6,8 +6,9 @@ from itertools import permutations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from properties import examples
 from scipy.optimize import linear_sum_assignment
 
 from tenplexrun.assignment import least_cost
@@ -37,7 +38,7 @@ def moved(config: ParallelConfig, order: tuple[tuple[str, int], ...], holders: d
     return plan(PTC(LAYOUT, config, ranks_of(order)), holders).num_bytes  # type: ignore[arg-type]
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(st.data())
 def test_no_exchange_of_equal_nodes_moves_less(data: st.DataObject) -> None:
     before = data.draw(st.permutations(sorted(SIZES)))
