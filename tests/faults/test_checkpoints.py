@@ -255,7 +255,7 @@ def test_nodes_come_and_go_and_each_checkpoint_is_whole(cluster: Cluster, home: 
 
     cluster.start("a", "127.0.0.1", common, command)
     cluster.start("b", "127.0.0.2", common, command)
-    cluster.wait_round(0, 2)
+    cluster.wait(lambda: [one for one in cluster.events(kind="round") if len(one["nodes"]) == 2], "a round of both")
     more("of both")
     cluster.kill_node("b")
     more("without b")
