@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from types import ModuleType
 
 import numpy as np
 import torch
@@ -48,6 +49,8 @@ def stateful(array: np.ndarray, batch: int) -> Iterator[object]:
 
 def mosaic(array: np.ndarray, folder: str, batch: int) -> Iterator[object]:
     """MosaicML's dataset over a local copy, in torch's loader."""
+    # Its part for images wants a torchvision that fits torch's build, and is not needed here.
+    sys.modules["streaming.vision"] = ModuleType("streaming.vision")
     from streaming import MDSWriter, StreamingDataset
     from torch.utils.data import DataLoader
 
