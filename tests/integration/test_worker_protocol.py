@@ -171,6 +171,7 @@ class StandIn:
 
     def _view(self, order: dict[str, Any]) -> Path:
         extents = extents_of(order.pop("dataset"), self.home / "extents")
+        order.pop("bare", None)
         catalogue = extents.catalogue
         full = DataOrder.from_json(
             {**order, "num_samples": catalogue.num_samples, "fingerprint": catalogue.fingerprint}
