@@ -9,4 +9,4 @@ from pathlib import Path
 SCRIPT = str(Path(__file__).resolve().parent.parent / "examples" / "train_gpt.py")
 SMALL = ["--dim=32", "--heads=2", "--seq-len=32", "--global-batch=4", "--micro-batch=2", "--steps=100000"]
 DATA = f"--source={sysconfig.get_paths()['stdlib']}/asyncio"
-GPT = [SCRIPT, *SMALL, DATA, "--pause=0.03"]
+GPT = [SCRIPT, *SMALL, DATA, "--pause=0.1"]

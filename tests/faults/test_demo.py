@@ -14,7 +14,7 @@ DEMO = Path(__file__).resolve().parent.parent.parent / "examples" / "demo.py"
 
 
 def demo(out: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(DEMO), f"--out={out}", "--gap=8", *args]
+    command = [sys.executable, str(DEMO), f"--out={out}", "--gap=8", "--steps=200", "--pause=0.1", *args]
     done = subprocess.run(command, capture_output=True, text=True, timeout=290)
     sweep()  # after the node that was killed as a whole
     return done
