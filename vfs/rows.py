@@ -239,9 +239,8 @@ class Rows:
         """Those that this node does not own, or has no room for."""
         plan, catalogue = self._keeper.plan, self._source.catalogue
         assert plan is not None
-        return ids[
-            ~np.isin(ids // catalogue.samples_per_extent, np.fromiter(plan.wanted - self._keeper.crowded, np.int64))
-        ]
+        kept = np.fromiter(plan.wanted - self._keeper.crowded, np.int64)
+        return ids[~np.isin(ids // catalogue.samples_per_extent, kept)]
 
     def _note(self, window: Ahead, fetched: bool) -> None:
         """One window's rows may come while another's do not: the outage is over when all do that are still needed."""
