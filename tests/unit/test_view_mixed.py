@@ -230,9 +230,7 @@ def test_names_of_files_may_be_any_bytes_but_not_several_lines(source: Path, tmp
         opened(f"images:{source}?glob=**/*.png")
 
 
-def test_of_a_name_that_is_too_long_with_its_row_the_end_stays(
-    source: Path, tmp_path: Path, opened: Opened
-) -> None:
+def test_of_a_name_that_is_too_long_with_its_row_the_end_stays(source: Path, tmp_path: Path, opened: Opened) -> None:
     (source / "cat").mkdir()
     (source / "cat" / ("é" * 125 + "x.png")).write_bytes(b"pixels")
     samples = mixed_of(opened(f"images:{source}"), tmp_path / "view")
