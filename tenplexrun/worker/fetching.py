@@ -58,9 +58,11 @@ class Fetcher:
         count = len(ids) // self._micro_batches.order.micro_batch
         try:
             return tuple(next(self._fetched) for _ in range(count))
-        except BaseException:  # torch's iterator would go on behind the micro-batch that failed
+        except BaseException as error:  # torch's iterator would go on behind the micro-batch that failed
             self.begin(begin)
             self.close()
+            if isinstance(error, DataError):
+                raise type(error)(_said(error)) from error
             raise
 
     def close(self) -> None:
@@ -116,6 +118,12 @@ class _Ordered(TorchDataset[Any]):
         torch.default_generator.manual_seed(seed)
         random.seed(seed)
         np.random.seed(np.array([seed & 0xFFFFFFFF, seed >> 32]))
+
+
+def _said(error: DataError) -> str:
+    """Its message, which torch puts behind the traceback of a worker process."""
+    kind = type(error)
+    return str(error).rpartition(f"\n{kind.__module__}.{kind.__qualname__}: ")[2].rstrip("\n")
 
 
 @contextmanager

@@ -167,7 +167,7 @@ def test_default_collation_and_samples_of_one_size(tmp_path: Path) -> None:
 def test_a_bad_sample_is_named_from_a_worker(lines: str) -> None:
     Path(lines.removeprefix("jsonl:")).write_text("{}\n[1\n{}\n")
     made = loader(lines, num_workers=1, collate_fn=list)
-    with pytest.raises(DataError, match=r"sample 1 of .*x\.jsonl at byte 3"):
+    with pytest.raises(DataError, match=r"\Adataset jsonl:\S*: sample 1 of \S*x\.jsonl at byte 3: [^\n]*\Z"):
         made.next_batch()
     made.close()
 
