@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -125,8 +125,22 @@ class RowsJob:
         missing = [index for index in range(len(self._parts)) if index not in arrived]
         return {"missing": missing, "num_bytes": sum(self._parts[index].num_bytes for index in arrived)}
 
-    def _attempt(self, file: MappedFile, left: Sequence[int], attempt: int) -> list[int]:
-        """Which of the parts `left` come from the holder whose turn it is."""
+    def _attempt(self, file: MappedFile, left: Sequence[int], attempt: int) -> set[int]:
+        """Which of the parts `left` come from the holder whose turn it is.
+
+        A store that lacks one extent refuses a whole request; then it is asked for each extent by itself."""
+        arrived, away = self._pull(file, left, attempt)
+        by_extent: dict[str, list[int]] = {}
+        for index in left:
+            if index not in arrived and self._parts[index].addresses[attempt] not in away:
+                by_extent.setdefault(self._parts[index].fqn, []).append(index)
+        if len(by_extent) > 1:
+            for some in by_extent.values():
+                arrived |= self._pull(file, some, attempt)[0]
+        return arrived
+
+    def _pull(self, file: MappedFile, left: Sequence[int], attempt: int) -> tuple[set[int], Collection[str]]:
+        """Those that come, and the stores that cannot be reached."""
         parts = [
             Part(p.fqn, p.region, p.dtype, p.num_bytes, p.offset, p.addresses[attempt : attempt + 1])
             for p in (self._parts[index] for index in left)
@@ -134,7 +148,7 @@ class RowsJob:
         pull = Pull(self._peers, self._snapshot, parts, streams=1)
         with contextlib.suppress(WireError):
             pull.run(file)
-        return [index for index, part in zip(left, parts, strict=True) if pull.has(part)]
+        return {index for index, part in zip(left, parts, strict=True) if pull.has(part)}, pull.away
 
 
 def _part(record: object, size: int, addresses: Sequence[str]) -> Part:

@@ -149,7 +149,8 @@ class Pull:
     ) -> None:
         self._peers, self._snapshot, self._parts, self._num_streams = peers, snapshot, parts, streams
         self._patience_s = patience_s
-        self._away: set[str] = set()
+        self.away: set[str] = set()
+        """Sources that could not be reached, or went away in mid-stream, when they were asked last."""
         self._open: set[socket.socket] = set()
         self.progress = Progress(sum(part.num_bytes for part in parts))
         self._checksums: dict[Part, int] = {}
@@ -186,7 +187,7 @@ class Pull:
         """Who is asked for it next: all holders in turn, then again those that went away; None if there are none."""
         if attempt < len(part.addresses) * TRIES:
             return part.addresses[attempt % len(part.addresses)]
-        away = [address for address in part.addresses if address in self._away]
+        away = [address for address in part.addresses if address in self.away]
         return away[attempt % len(away)] if away else None
 
     def cancel(self) -> None:
@@ -226,7 +227,7 @@ class Pull:
             raise
         except TenplexError as error:
             self._reasons[address] = str(error)
-            (self._away.add if isinstance(error, PeerLostError) else self._away.discard)(address)
+            (self.away.add if isinstance(error, PeerLostError) else self.away.discard)(address)
 
     def _receive(self, sock: socket.socket, into: MappedFile, address: str, batch: Sequence[Part]) -> None:
         request = wire.Read(self._snapshot, tuple((part.fqn, part.region) for part in batch))

@@ -145,7 +145,7 @@ def _kept(one: Mapping[str, Any]) -> str:
     return (
         f"{one['dataset']}: {one['owned']} of {one['extents']} extents, {here:.1f} of {wanted:.1f} MiB here"
         + ("" if one["whole"] else ", more on the way")
-        + f" (of all datasets up to {budget:.0f} MiB may be)"
+        + f" (of all datasets up to {budget:.1f} MiB may be)"
         + (f"; {one['unowned']} extents fit into no node" if one["unowned"] else "")
     )
 

@@ -92,7 +92,7 @@ class Data:
         extents = Extents(self.catalogue, str(self.keeper.home), plan.wanted, find, self._proved)
         extents.about |= {"here": spans(sorted(plan.wanted)), "socket": self._socket, "view": about.name}
         self._readers.add(extents)
-        if not extents.all_here or self.keeper.crowded:
+        if len(self.keeper.here()) < self.catalogue.num_extents:
             first = about.order.step(about.consumed).start
             self.rows.open(about.name, about.order, about.rank, about.size, first)
         if self._mixed is None:

@@ -79,8 +79,6 @@ class Keeper:
         self.plan: Plan | None = None
         self.written: set[int] = set()
         """Extents that this process has written, and which are still here."""
-        self.crowded: frozenset[int] = frozenset()
-        """Extents of the plan that there is no room for now: other datasets have it."""
         self._settled = threading.Event()
         self._wake = threading.Event()
         self._stopping = False
@@ -100,6 +98,10 @@ class Keeper:
         self._wake.set()
         if not self._thread.is_alive():
             self._thread.start()
+
+    def here(self) -> set[int]:
+        """The extents that this node is to have, and has."""
+        return present(self.home) & self.plan.wanted if self.plan is not None else set()
 
     def wait(self, seconds: float) -> bool:
         """Until all that the plan wants is here, or so long. Returns whether it is."""
@@ -133,7 +135,6 @@ class Keeper:
                 if self._load_all(plan):
                     self._settled.set()
                     self.outage.works("extents")
-                    self.crowded = frozenset()
                     if self._reported is not plan:
                         self._report(plan, whole=True)
                 self._give(plan)
@@ -149,7 +150,6 @@ class Keeper:
         if not isinstance(error, ArenaFullError):
             self.outage.fails("extents", error)
             return
-        self.crowded = frozenset(plan.wanted - present(self.home))
         if self._lacking_room is not plan:  # which lasts: rows come from elsewhere, and that may well have an outage
             self._lacking_room = plan
             self._tell("failed", message=f"{error}; what has none is fetched row by row")

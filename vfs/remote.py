@@ -79,11 +79,14 @@ class Remote:
     def _both(self) -> tuple[Dataset, Dataset]:
         with self._opening:
             if self._opened is None:
-                source = open_dataset(self.spec)
-                if isinstance(source, Table):
-                    source = source.rendered()
-                self._opened = source, source if source.spans is None else places.blocks(source)
+                self._opened = self._list()
             return self._opened
+
+    def _list(self) -> tuple[Dataset, Dataset]:
+        source = open_dataset(self.spec)
+        if isinstance(source, Table):
+            source = source.rendered()
+        return source, source if source.spans is None else places.blocks(source)
 
     def _read(self, read: Callable[[Dataset], T]) -> T:
         opened = self.dataset
@@ -98,15 +101,15 @@ class Remote:
         with self._listing:
             if self.dataset is not before:
                 return  # another thread has done it
-            kept, self._opened = self._opened, None
             try:
-                same = self.fingerprint in ("", self.dataset.fingerprint())
+                found = self._list()
+                same = self.fingerprint in ("", found[1].fingerprint())
             except DataError:
                 same = False
             if not same:
-                self._opened = kept
                 raise DataChangedError(f"dataset {self.spec} is not what it was: {error}") from error
             self._tell("failed", message=f"{error}; where it was compared it is, and so is read on")
+            self._opened = found  # not before: other threads read from it at once
 
     def _own(self, opened: Dataset) -> Dataset:
         """This thread's."""

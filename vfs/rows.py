@@ -236,11 +236,8 @@ class Rows:
                 return None
 
     def _elsewhere(self, ids: Ids) -> Ids:
-        """Those that this node does not own, or has no room for."""
-        plan, catalogue = self._keeper.plan, self._source.catalogue
-        assert plan is not None
-        kept = np.fromiter(plan.wanted - self._keeper.crowded, np.int64)
-        return ids[~np.isin(ids // catalogue.samples_per_extent, kept)]
+        """Those whose extents are not here: others own them, or they are not loaded yet, or there is no room."""
+        return ids[~np.isin(ids // self._source.catalogue.samples_per_extent, [*self._keeper.here()])]
 
     def _note(self, window: Ahead, fetched: bool) -> None:
         """One window's rows may come while another's do not: the outage is over when all do that are still needed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -149,6 +150,31 @@ def test_a_process_that_is_started_again_has_what_the_one_before_it_fetched(
         np.testing.assert_array_equal(extents.gather(ids, begin), rows[ids])
     assert len(read) == len(set(read)), "nothing was read twice"
     assert len(read) - before <= 128, "only what lies further ahead"
+
+
+def test_rows_of_extents_that_take_long_are_fetched_ahead(
+    open_data: Open, rows: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a node has been lost that had many of them, and their files are slow."""
+    gate, read = threading.Event(), Remote.read
+
+    def slow(self: Remote, offset: int, num_bytes: int) -> bytes:
+        gate.wait(DEADLINE_S)
+        return read(self, offset, num_bytes)
+
+    monkeypatch.setattr(Remote, "read", slow)
+    data = open_data()
+    plan = data.follow(alone(1 << 30))
+    extents = shown(data, plan, "v", ORDER, 0, 1, 0)
+    assert extents.all_here, "or soon will be"
+    until(lambda: files_bytes(data) > 64 << 10)
+    until(lambda: data.rows._next() is None and data.rows._busy is None)
+    for begin in range(0, 128, 32):
+        ids, _, _ = ORDER.share(begin, 0, 1)
+        np.testing.assert_array_equal(extents.gather(ids, begin), rows[ids])
+    gate.set()
+    assert data.keeper.wait(DEADLINE_S)
+    np.testing.assert_array_equal(extents.gather(ids, 96), rows[ids])
 
 
 def test_any_rows_may_be_asked_for(open_data: Open, rows: np.ndarray) -> None:

@@ -11,6 +11,7 @@ from tenplexrun.core.membership import Decision, Settings, View, decide
 from tenplexrun.core.parallel import ParallelConfig
 from tenplexrun.core.rounds import Ack, Cause, Failure, Member, Participant, Request, Round, Stop
 from tenplexrun.core.snapshots import Claim, Holding, SnapshotId
+from tenplexrun.errors import DataChangedError, to_wire
 
 LAYOUT = Layout((TensorSpec("w", (8,), "float32", (Shard(0, "tp"),)),))
 SETTINGS = Settings(1, 2, 1, ParallelConfig(tp=2), join_window_s=3.0, rendezvous_timeout_s=100.0)
@@ -124,6 +125,16 @@ def test_rounds_that_fail_alike_without_a_newer_snapshot_end_the_job() -> None:
     for other in (replace(nan, rank=2), replace(nan, code=3), replace(nan, stderr=("loss is NaN ",))):
         assert lives([nan, nan, other, nan, nan]).phase == "running"
     assert lives([nan] * 9, committed=10).phase == "running"
+
+
+def test_a_failure_that_no_restart_would_mend_ends_the_job_at_once() -> None:
+    error = to_wire(DataChangedError("x.npy has shrunk"))
+    failed = {"b": Ack("b", "failed", failure=replace(FAILURE, code=69, error=error))}
+    round_ = written(decide(view(A, B, round_=RUNNING, acks=failed), SETTINGS, 20.0))
+    assert round_.phase == "ended"
+    assert round_.verdict is not None
+    assert (round_.verdict.code, round_.failures) == (69, 0)
+    assert "no restart would mend" in round_.verdict.message
 
 
 def test_a_failure_whose_peer_was_lost_is_a_loss_and_costs_no_restart() -> None:
