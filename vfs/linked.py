@@ -98,9 +98,12 @@ class Linked:
                         file.write(content)
                         os.fchmod(file.fileno(), 0o400)
             partial.rename(self._folder)
+            new = self._mark.with_suffix(".new")
+            new.write_text(str(self._catalogue.num_bytes))
+            new.rename(self._mark)
         except OSError as error:
-            shutil.rmtree(partial, ignore_errors=True)
             raise DataError(f"cannot write {partial}: {error.strerror}") from error
-        new = self._mark.with_suffix(".new")
-        new.write_text(str(self._catalogue.num_bytes))
-        new.rename(self._mark)
+        finally:
+            if not self._mark.exists():
+                for left in (partial, self._folder):
+                    shutil.rmtree(left, ignore_errors=True)

@@ -17,6 +17,7 @@ the dataset twice (`vfs.linked`). The others
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -36,6 +37,7 @@ from tenplexrun.vfs.view import PACK_BYTES, pack_index
 from tenplexrun.vfs.window import Window
 
 _LINK_BYTES = 1024  # what the kernel keeps of a link
+_NAME_BYTES = 240  # a file system takes 255, and the row stands before it
 
 Read = Callable[[Ids, Ids], list[bytes]]
 """First byte and end of each → the bytes."""
@@ -89,7 +91,7 @@ class MixedCatalogue:
                 )
         framing = Framing() if names else _FRAMINGS.get(format_of(dataset.spec), Framing())
         num_bytes = int((dataset.spans.ends - dataset.spans.starts).sum())
-        split = [(folder, name) for folder, _, name in (name.rpartition("/") for name in names)]
+        split = [(folder, _end_of(name)) for folder, _, name in (name.rpartition("/") for name in names)]
         classes = sorted({folder for folder, _ in split} - {""})
         return cls(dataset.num_samples, dataset.fingerprint(), num_bytes, framing, split, classes)
 
@@ -185,12 +187,16 @@ class Mixed:
         if begin >= end:
             return b""
         first, last = int(np.searchsorted(offsets, begin, "right")) - 1, int(np.searchsorted(offsets, end))
-        skipped, framing = begin - int(offsets[first]), self.catalogue.framing
-        starts, ends = self._starts[ids[first:last]] - framing.before, self._ends[ids[first:last]] + framing.after
-        samples = self._extents.read(starts, ends, shown.begin_of(first), wait)
+        framing = self.catalogue.framing
         ending = framing.ending.encode()
+        starts, ends = self._starts[ids[first:last]] - framing.before, self._ends[ids[first:last]] + framing.after
+        ends[-1] -= max(0, int(offsets[last]) - end - len(ending))  # no more than is asked for: some are long
+        skipped = begin - int(offsets[first])
+        unread = min(skipped, int(ends[0] - starts[0]))
+        starts[0] += unread
+        samples = self._extents.read(starts, ends, shown.begin_of(first), wait)
         data = b"".join(sample + ending for sample in samples) if ending else b"".join(samples)
-        return data[skipped : skipped + end - begin]
+        return data[skipped - unread :][: end - begin]
 
     @staticmethod
     def _waiting(num_bytes: int, read: Callable[[bool, int, int], bytes]) -> File:
@@ -202,6 +208,11 @@ def blocks_of(catalogue: MixedCatalogue, home: Path, block_bytes: int) -> Callab
     starts, ends = places.load(home)
     framing = catalogue.framing
     return lambda ids: covering(starts[ids] - framing.before, ends[ids] + framing.after, block_bytes)
+
+
+def _end_of(name: str) -> str:
+    """What of a long name there is room for."""
+    return os.fsdecode(os.fsencode(name)[-_NAME_BYTES:])
 
 
 def _lines(names: list[str]) -> File:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data import Dataset as TorchDataset
 
 from tenplexrun.core.order import DataOrder, Ids
@@ -28,9 +28,11 @@ class Fetcher:
     """
 
     def __init__(self, dataset: Any, order: DataOrder, rank: int, size: int, options: Mapping[str, Any]) -> None:
-        if refused := sorted(set(options) & set(_OURS)):
+        refused = sorted({name for name in options if name in _OURS or (name == "in_order" and not options[name])})
+        if refused:
             raise UsageError(f"job.loader: {', '.join(refused)} would change the order of samples; leave it out")
-        if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        streams = isinstance(dataset, IterableDataset)  # torch's has __getitem__, too
+        if streams or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
             raise DataError(
                 f"job.loader: a {type(dataset).__name__} cannot go on in its middle: give a dataset with a length and "
                 "samples by number (map-style)"
@@ -50,11 +52,18 @@ class Fetcher:
         self._fetched = None
 
     def take(self, ids: Ids, begin: int) -> tuple[Any, ...]:
-        """The next step's micro-batches, collated."""
+        """The next step's micro-batches, collated. After an error the same step is the next one again."""
         if self._fetched is None:
             self._fetched = iter(self._loader)
         count = len(ids) // self._micro_batches.order.micro_batch
-        return tuple(next(self._fetched) for _ in range(count))
+        try:
+            return tuple(next(self._fetched) for _ in range(count))
+        except BaseException as error:  # torch's iterator would go on behind the micro-batch that failed
+            self.begin(begin)
+            self.close()
+            if isinstance(error, DataError):
+                raise type(error)(_said(error)) from error
+            raise
 
     def close(self) -> None:
         """End the worker processes."""
@@ -109,6 +118,12 @@ class _Ordered(TorchDataset[Any]):
         torch.default_generator.manual_seed(seed)
         random.seed(seed)
         np.random.seed(np.array([seed & 0xFFFFFFFF, seed >> 32]))
+
+
+def _said(error: DataError) -> str:
+    """Its message, which torch puts behind the traceback of a worker process."""
+    kind = type(error)
+    return str(error).rpartition(f"\n{kind.__module__}.{kind.__qualname__}: ")[2].rstrip("\n")
 
 
 @contextmanager

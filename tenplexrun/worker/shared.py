@@ -39,7 +39,7 @@ class Asking:
 
     def __call__(self, ids: Ids, begin: int | None) -> list[str]:
         """Waits for them. Raises DataError where they cannot be had, or the view stays away."""
-        deadline = time.monotonic() + _PATIENCE_S
+        deadline = None
         while True:
             try:
                 answer = self._connected().request("rows", view=self._view, ids=ids.tolist(), begin=begin)
@@ -47,8 +47,9 @@ class Asking:
             except WireError as error:
                 if self._channel is not None:
                     self._channel.close()
-                self._channel = None
-                if time.monotonic() > deadline:
+                self._channel, now = None, time.monotonic()
+                deadline = now + _PATIENCE_S if deadline is None else deadline  # an answer may take longer
+                if now > deadline:
                     raise DataError(f"the dataset view does not answer: {error}; is its process alive?") from error
                 time.sleep(_RETRY_S)
 

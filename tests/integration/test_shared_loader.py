@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import pickle
 import signal
+import socket
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tenplexrun.channel import PROTOCOL
 from tenplexrun.core.extents import Placement
 from tenplexrun.errors import DataError
 from tenplexrun.formats import open_dataset
 from tenplexrun.vfs.client import ViewClient
+from tenplexrun.worker import shared
 from tenplexrun.worker.data import Batch, Loader, open_loader, open_view
 from tenplexrun.worker.shared import open_shared
 
@@ -102,6 +106,28 @@ def test_processes_that_fetch_samples_go_on_while_the_view_is_started_again(star
     for _ in range(2 * SAMPLES // 24):
         assert same(loader.next_batch(), plain.next_batch())
     loader.close()
+
+
+def test_a_view_that_dies_while_it_is_asked_is_waited_for_however_long_it_took(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have hung until it was killed."""
+    monkeypatch.setattr(shared, "_PATIENCE_S", 0.0)
+
+    def answer() -> None:
+        listening.accept()[0].close()
+        connection, _ = listening.accept()
+        with connection, connection.makefile("rwb") as file:
+            asked = json.loads(file.readline())
+            file.write(json.dumps({"v": PROTOCOL, "re": asked["id"], "ok": {"files": ["a"]}}).encode() + b"\n")
+
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(tmp_path / "s"))
+        listening.listen()
+        serving = threading.Thread(target=answer)
+        serving.start()
+        assert shared.Asking(str(tmp_path / "s"), "dp-0000/round-0")(np.arange(3), 0) == ["a"]
+        serving.join()
 
 
 @pytest.mark.parametrize("make", [jsonl, npy])

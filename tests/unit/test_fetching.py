@@ -167,19 +167,47 @@ def test_default_collation_and_samples_of_one_size(tmp_path: Path) -> None:
 def test_a_bad_sample_is_named_from_a_worker(lines: str) -> None:
     Path(lines.removeprefix("jsonl:")).write_text("{}\n[1\n{}\n")
     made = loader(lines, num_workers=1, collate_fn=list)
-    with pytest.raises(DataError, match=r"sample 1 of .*x\.jsonl at byte 3"):
+    with pytest.raises(DataError, match=r"\Adataset jsonl:\S*: sample 1 of \S*x\.jsonl at byte 3: [^\n]*\Z"):
         made.next_batch()
     made.close()
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create 4 worker processes")
+@pytest.mark.parametrize("options", WORKERS, ids=str)
+def test_after_an_error_the_same_step_is_the_next_one(tmp_path: Path, options: dict[str, Any]) -> None:
+    class Failing:
+        def __len__(self) -> int:
+            return 23
+
+        def __getitem__(self, number: int) -> dict[str, int]:
+            if number == failing and not (tmp_path / "mended").exists():
+                raise DataError("not now")
+            return {"number": number}
+
+    made = loader(Failing(), collate_fn=list, **options)
+    failing = int(made.order.sample_at([13])[0])  # in the second step's last micro-batch but one
+    seen = take(made, 1)
+    for _ in range(2):
+        with pytest.raises(DataError, match="not now"):
+            made.next_batch()
+    (tmp_path / "mended").touch()
+    seen += take(made, 2)
+    made.close()
+    assert seen == made.order.sample_at(np.arange(23)).tolist()
+
+
 def test_what_a_loader_refuses(lines: str) -> None:
-    for option in ("shuffle", "batch_size", "sampler", "batch_sampler", "drop_last"):
+    refused = dict.fromkeys(("shuffle", "batch_size", "sampler", "batch_sampler", "drop_last"), 1)
+    for option, value in (*refused.items(), ("in_order", False)):
         with pytest.raises(UsageError, match=f"{option} would change the order"):
-            loader(lines, **{option: 1})
+            loader(lines, **{option: value})
 
     class Stream(IterableDataset[int]):
         def __iter__(self) -> Any:
             return iter([1])
+
+        def __len__(self) -> int:
+            return 1
 
     with pytest.raises(DataError, match="a Stream cannot go on in its middle"):
         loader(Stream())

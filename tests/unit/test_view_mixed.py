@@ -24,6 +24,7 @@ from tenplexrun.formats import open_dataset
 from tenplexrun.vfs import extents, mixed
 from tenplexrun.vfs.data import Data, Reader
 from tenplexrun.vfs.farm import Farm
+from tenplexrun.vfs.linked import Linked
 from tenplexrun.vfs.mixed import Mixed
 from tenplexrun.vfs.nodes import Directory, File, Link
 from tenplexrun.vfs.view import fitting, tree
@@ -149,8 +150,8 @@ def test_packs_are_files_of_their_format(
     pack = directory.entries[packs[1]]
     assert isinstance(pack, File)
     data = content(directory, packs[1])
-    for offset in (0, 1, 99, len(data) - 1, len(data), len(data) + 5):
-        for count in (0, 1, 130, 10**6):
+    for offset in (*range(200), len(data) - 1, len(data), len(data) + 5):
+        for count in (0, 1, 2, 3, 50, 130, 10**6):
             assert pack.read(offset, count) == data[offset : offset + count]
 
     later = directory.hidden("epoch-3")
@@ -227,6 +228,36 @@ def test_names_of_files_may_be_any_bytes_but_not_several_lines(source: Path, tmp
     (source / "cat a" / "two\nlines.png").write_bytes(b"x")
     with pytest.raises(DataError, match=r"two\\nlines\.png.* more than one line"):
         opened(f"images:{source}?glob=**/*.png")
+
+
+def test_of_a_name_that_is_too_long_with_its_row_the_end_stays(source: Path, tmp_path: Path, opened: Opened) -> None:
+    (source / "cat").mkdir()
+    (source / "cat" / ("é" * 125 + "x.png")).write_bytes(b"pixels")
+    samples = mixed_of(opened(f"images:{source}"), tmp_path / "view")
+    farm = Farm(tmp_path / "view")
+    farm.start()
+    farm.show("dp-0000", "round-0", tree(window(DataOrder(1, 5, 1, 1), 0, 1, 0), samples), current=True)
+    [found] = (tmp_path / "view" / "dp-0000" / "current" / "files" / "cat").iterdir()
+    assert found.read_bytes() == b"pixels"
+    assert (found.name[:9], found.name[-100:]) == ("00000000-", "é" * 95 + "x.png")
+
+
+def test_whole_files_that_cannot_all_be_written_leave_nothing(source: Path, tmp_path: Path, opened: Opened) -> None:
+    data = opened(images(source))
+    samples, home = mixed_of(data, tmp_path / "view"), data.keeper.home
+    data.stop()
+    (home / "linked").unlink()
+    reads: list[int] = []
+
+    def read(starts: np.ndarray, ends: np.ndarray) -> list[bytes]:
+        if reads:
+            raise DataError("an extent has gone")
+        reads.append(len(starts))
+        return [bytes(end - start) for start, end in zip(starts, ends, strict=True)]
+
+    assert Linked(samples.catalogue, home, read).use("dp-0000/round-1", 1 << 30, lambda _: True, 1.0) is None
+    assert 0 < reads[0] < SAMPLES
+    assert not [path for path in home.iterdir() if path.name.startswith(("files", "linked"))]
 
 
 def test_a_class_without_a_row_keeps_its_folder(source: Path, tmp_path: Path, opened: Opened) -> None:
