@@ -95,6 +95,16 @@ def shown(data: Data, plan: Plan, name: str, order: DataOrder, rank: int, size: 
     return found
 
 
+def settle(data: Data) -> None:
+    """Wait until all windows are full."""
+
+    def settled() -> bool:
+        with data.rows._changed:
+            return data.rows._next() is None and data.rows._busy is None
+
+    until(settled)
+
+
 def files_bytes(data: Data) -> int:
     return sum(path.stat().st_size for path in data.keeper.home.glob("ahead-*.rows"))
 
@@ -120,14 +130,14 @@ def test_a_change_of_layout_keeps_what_was_fetched(open_data: Open, rows: np.nda
     data = open_data()
     reader(data, 0)
     until(lambda: len(read) >= 224)  # the window has 248 rows
-    until(lambda: data.rows._next() is None and data.rows._busy is None)
+    settle(data)
     before = set(read)
     data.rows.close("v")
     half = reader(data, 0, rank=1, size=2, consumed=64, name="w")
     ids, _, _ = ORDER.share(64, 1, 2)
     np.testing.assert_array_equal(half.gather(ids, 64), rows[ids])
     until(lambda: len(read) > len(before))
-    until(lambda: data.rows._next() is None and data.rows._busy is None)
+    settle(data)
     assert len(read) == len(set(read)), "nothing was read twice"
     assert set(ids.tolist()) <= before
 
@@ -138,13 +148,14 @@ def test_a_process_that_is_started_again_has_what_the_one_before_it_fetched(
     data = open_data()
     extents = reader(data, 0)
     for begin in range(0, 320, 32):
+        settle(data)  # a reader that comes before its rows fetches them itself
         extents.gather(ORDER.share(begin, 0, 1)[0], begin)
-    until(lambda: data.rows._next() is None and data.rows._busy is None)
+    settle(data)
     data.stop()
     before = len(read)
     again = open_data()
     extents = reader(again, 0)
-    until(lambda: again.rows._next() is None and again.rows._busy is None)
+    settle(again)
     for begin in (320, 352):
         ids, _, _ = ORDER.share(begin, 0, 1)
         np.testing.assert_array_equal(extents.gather(ids, begin), rows[ids])
@@ -168,7 +179,7 @@ def test_rows_of_extents_that_take_long_are_fetched_ahead(
     extents = shown(data, plan, "v", ORDER, 0, 1, 0)
     assert extents.all_here, "or soon will be"
     until(lambda: files_bytes(data) > 64 << 10)
-    until(lambda: data.rows._next() is None and data.rows._busy is None)
+    settle(data)
     for begin in range(0, 128, 32):
         ids, _, _ = ORDER.share(begin, 0, 1)
         np.testing.assert_array_equal(extents.gather(ids, begin), rows[ids])
@@ -193,7 +204,7 @@ def test_files_that_are_away_are_an_error_where_a_row_is_needed(
     extents = reader(data, 0)
     ids, _, _ = ORDER.share(0, 0, 1)
     np.testing.assert_array_equal(extents.gather(ids, 0), rows[ids])
-    until(lambda: data.rows._next() is None and data.rows._busy is None)
+    settle(data)
     (tmp_path / "files").rename(tmp_path / "away")
     data._remote._local = type(data._remote._local)()  # files that are open stay readable
     ids, _, _ = ORDER.share(32, 0, 1)
