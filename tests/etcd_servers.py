@@ -98,7 +98,16 @@ class EtcdCluster:
         self.servers = []
         for number, (port, peer) in enumerate(zip(ports, peers, strict=True)):
             flags = ["--name", f"m{number}", "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer]
-            flags += ["--initial-cluster", members, "--heartbeat-interval", "50", "--election-timeout", "500"]
+            flags += [
+                "--initial-cluster",
+                members,
+                "--initial-cluster-token",
+                members,
+                "--heartbeat-interval",
+                "50",
+                "--election-timeout",
+                "500",
+            ]
             self.servers.append(EtcdServer(directory / f"m{number}", v2, flags, binary, port))
         for server in self.servers:
             server.launch()
