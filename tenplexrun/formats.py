@@ -90,8 +90,9 @@ def format_of(spec: str) -> str:
 def file_names(dataset: Dataset) -> list[str]:
     """Where each sample is a whole file: `folder/name` of each, by the first folder below the dataset's path, or the
     name alone. Else nothing."""
-    root, found = _parse(dataset.spec)[1].rstrip("/") + "/", []
-    for number in range(dataset.num_samples if dataset.spans is not None and len(dataset.spans.starts) else 0):
+    name, path, _ = _parse(dataset.spec)
+    root, found = path.rstrip("/") + "/", []
+    for number in range(dataset.num_samples if name in ("images", "tenplex") else 0):
         start, end = dataset.span(number)
         piece, offset = dataset.pieces.place(start)
         if offset or piece.num_bytes != end - start:

@@ -101,7 +101,7 @@ class Data:
         if self._linked is not None and extents.all_here and not about.bare:
             budget = plan.placement.budgets[plan.placement.me]
             longest = self._limits.patience_s if patience_s else 0.0
-            links = self._linked.use(about.name, budget, self.keeper.wait, longest)
+            links = self._linked.use(about.name, budget, self._whole, longest)
         return Mixed(self._mixed, self.keeper.home, extents, about.root, links)
 
     def leave(self, name: str) -> None:
@@ -117,6 +117,9 @@ class Data:
         if self._linked is not None:
             self._linked.stop()
         self.keeper.stop()
+
+    def _whole(self, seconds: float) -> bool:
+        return self.keeper.wait(seconds) and len(self.keeper.here()) == self.catalogue.num_extents
 
     def _needs(self) -> Needs:
         if self._mixed is None:

@@ -10,6 +10,7 @@ import contextlib
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from tenplexrun.vfs.mixed import MixedCatalogue, Read
 from tenplexrun.vfs.nodes import Link
 
 _TOGETHER = 64
+_LOOK_S = 0.5
 _PARTIAL = "files.partial"
 
 
@@ -76,8 +78,10 @@ class Linked:
 
     def _write_aside(self, whole: Callable[[float], bool]) -> None:
         with contextlib.suppress(DataError):  # views go on without
-            while not self._stopping and not whole(1.0):
-                pass
+            while not whole(_LOOK_S):
+                if self._stopping:
+                    return
+                time.sleep(_LOOK_S)  # a node that is to keep less by now has nothing to wait for
             self._write()
 
     def _write(self) -> None:

@@ -327,3 +327,9 @@ def test_a_lost_extent_is_fetched_anew(source: Path, tmp_path: Path, opened: Ope
     for lost in (tmp_path / "extents").rglob("extent-*.bin"):
         lost.unlink()
     assert len(content(directory, "pack-00000.jsonl").splitlines()) == SAMPLES + 1  # and one row of padding
+
+
+def test_a_line_that_is_all_of_its_file_is_a_line(source: Path, tmp_path: Path, opened: Opened) -> None:
+    (source / "a.jsonl").write_text('{"a": 1}')
+    directory = tree(window(DataOrder(1, 5, 1, 1), 0, 1, 0), mixed_of(opened(f"jsonl:{source}"), tmp_path / "view"))
+    assert content(directory, "pack-00000.jsonl") == b'{"a": 1}\n'
