@@ -91,6 +91,7 @@ class Session:
         client, report = services.checkpoints, services.links.written
         self._parts = None if client is None else PartWriter(client, round_, node, report, services.events)
         self._seal: asyncio.Task[None] | None = None
+        self._commit: asyncio.Task[None] | None = None
         self._replication = Replication(round_, services.store, services.links, services.events)
         self._views: dict[tuple[int, str], asyncio.Future[str]] = {}
         self._restored: asyncio.Task[Restored] | None = None
@@ -270,6 +271,12 @@ class Session:
         if step <= self._committing:
             return  # said again
         self._committing = step
+        # A task of the session: the link that brought the news ends when another agent decides from then on, and nobody
+        # would say it again to any effect.
+        self._commit = asyncio.ensure_future(self._make_commit(step, checkpoint))
+        await asyncio.shield(self._commit)
+
+    async def _make_commit(self, step: int, checkpoint: str | None) -> None:
         try:
             await self._services.store.commit(self.round.number, step)
             if checkpoint is not None:
@@ -314,8 +321,8 @@ class Session:
             task.cancel()
         await self._workers.stop(order, self._leave)
         await self._replication.stop()
-        if self._seal is not None:
-            await asyncio.wait([self._seal])  # what was written whole must be in the inventory
+        if under_way := [*filter(None, [self._seal, self._commit])]:
+            await asyncio.wait(under_way)  # what was written whole must be in the inventory
         if self._parts is not None:
             await self._parts.cancel()
         await self._services.pool.sweep()
