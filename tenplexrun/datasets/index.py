@@ -112,16 +112,29 @@ class SampleIndex:
                 "anew with `tenplexctl data index`"
             )
 
+    def _behind(self, dataset: Dataset) -> int | None:
+        """The first sample behind the first file that had another length: from there on numbers may have moved."""
+        pairs = enumerate(zip(self.files, dataset.pieces.sizes, strict=False))
+        changed = next((number for number, (had, has) in pairs if had != has), len(self.files) - 1)
+        behind = int(np.searchsorted(self.starts, sum(self.files[: changed + 1]))) if len(self.starts) else len(dataset)
+        return behind if behind < len(dataset) else None
+
     def differences(self, dataset: Dataset) -> Iterator[str]:
         """What is not as it was, a line each: first of the whole, then of every sample."""
         there, here = ((each.dtype, tuple(each.shape)) for each in (self, dataset))
         if there != here:
             yield f"samples were of {there[0]} {list(there[1])}, are of {here[0]} {list(here[1])}"
+        count = min(len(self.sizes), len(dataset))
         if len(self.sizes) != len(dataset):
             yield f"there were {len(self.sizes)} samples, there are {len(dataset)}"
-        for numbers in _groups(min(len(self.sizes), len(dataset))):
+            if (behind := self._behind(dataset)) is not None:
+                count = min(count, behind)
+                yield f"samples from {behind} on are not compared: the file before them has another length than it had"
+        for numbers in _groups(count):
             for number, raw in zip(numbers, _readable(dataset, numbers), strict=True):
                 if isinstance(raw, DataError):
+                    if dataset.pieces.remote:
+                        raise raw  # a server's fault: of its files nothing is known by that
                     yield f"sample {number}: {raw}"
                 elif len(raw) != self.sizes[number]:
                     yield f"sample {number}: {dataset.where(number)} had {self.sizes[number]} bytes, has {len(raw)}"

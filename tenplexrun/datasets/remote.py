@@ -20,6 +20,7 @@ TIMEOUT_S = 60.0
 """Of one attempt."""
 PART_BYTES = 8 << 20
 """Longer ranges are read in parts, side by side."""
+HTTP_AT_ONCE = 16
 _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotImplementedError, ImportError, ValueError)
 """Errors that another attempt does not mend."""
 _LATER = (408, 425, 429)
@@ -90,7 +91,7 @@ def _answers(parts: Sequence[Range]) -> list[bytes | BaseException]:
         system = places[numbers[0]][0]
         columns = ([places[n][1] for n in numbers], [parts[n][1] for n in numbers], [parts[n][2] for n in numbers])
         try:
-            answers = system.cat_ranges(*columns, on_error="return", **_limit(system))
+            answers = system.cat_ranges(*columns, on_error="return", **_limit(system), **_width(system))
         except Exception as error:  # whatever a backend raises
             answers = [error] * len(numbers)
         for number, answer in zip(numbers, answers, strict=True):
@@ -138,7 +139,7 @@ def sizes(urls: Sequence[str]) -> list[int]:
     if not urls:
         return []
     system, paths = _place(urls[0])[0], [_place(url)[1] for url in urls]
-    found = _attempt(urls[0], lambda: system.sizes(paths, **_limit(system)))
+    found = _attempt(urls[0], lambda: system.sizes(paths, **_limit(system), **_width(system)))
     for url, size in zip(urls, found, strict=True):
         if size is None:
             raise DataError(f"{url}: its server does not say how long it is; take one that does")
@@ -217,6 +218,12 @@ def _place(url: str) -> tuple[Any, str]:
 
 def _limit(system: Any) -> dict[str, float]:
     return {"timeout": TIMEOUT_S} if getattr(system, "async_impl", False) else {}
+
+
+def _width(system: Any) -> dict[str, int]:
+    """How many requests at once: a small HTTP server drops what more there are, and they wait for seconds."""
+    kinds = (system.protocol,) if isinstance(system.protocol, str) else system.protocol
+    return {"batch_size": HTTP_AT_ONCE} if "http" in kinds else {}
 
 
 def _attempt(url: str, call: Callable[[], T]) -> T:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 from torch.utils.data import Dataset as TorchDataset
 
 from tenplexrun.core.order import DataOrder, Ids
@@ -39,9 +39,14 @@ class Fetcher:
             )
         self._micro_batches = _MicroBatches(order, rank, size)
         own = torch.Generator().manual_seed(order.seed % (1 << 63))  # or each restart would draw from the job's stream
-        ordered = _Ordered(dataset, order)
+        options = dict(options)
+        ordered = _Ordered(dataset, order, options.pop("collate_fn", None) or default_collate)
         self._make = partial(
-            DataLoader[Any], ordered, batch_sampler=self._micro_batches, **{"generator": own, **options}
+            DataLoader[Any],
+            ordered,
+            batch_sampler=self._micro_batches,
+            collate_fn=_as_it_is,
+            **{"generator": own, **options},
         )
         self._loader = self._make()
         self._fetched: Iterator[Any] | None = None
@@ -88,36 +93,46 @@ class _MicroBatches:
 
 
 class _Ordered(TorchDataset[Any]):
-    """The samples at positions of the global order.
+    """The samples at positions of the global order, collated.
 
     While one is made, the random streams of Python, numpy and torch are that position's own: an augmentation is the
-    same whatever the number of ranks and workers, also after a restart, and another one in the next epoch.
+    same whatever the number of ranks and workers, also after a restart, and another one in the next epoch. So it is
+    while a micro-batch is collated, which is the same one, too.
     """
 
-    def __init__(self, dataset: Sequence[Any], order: DataOrder) -> None:
-        self._dataset, self._order = dataset, order
+    def __init__(self, dataset: Sequence[Any], order: DataOrder, collate: Callable[[list[Any]], Any]) -> None:
+        self._dataset, self._order, self._collate = dataset, order, collate
 
-    def __getitems__(self, places: list[int]) -> list[Any]:
+    def __getitems__(self, places: list[int]) -> Any:
         begin, *positions = places
         if isinstance(self._dataset, Dataset):
             self._dataset.pieces.reach(begin)
-        ids: list[int] = self._order.sample_at(positions).tolist()
         with _kept_streams():
-            if hasattr(self._dataset, "__getitems__"):
-                self._seed(positions[0])
-                found: list[Any] = self._dataset.__getitems__(ids)
-                return found
-            return [self._one(*place) for place in zip(positions, ids, strict=True)]
+            samples = self._samples(positions)
+            self._seed(positions[0], "collate")
+            return self._collate(samples)
+
+    def _samples(self, positions: list[int]) -> list[Any]:
+        ids: list[int] = self._order.sample_at(positions).tolist()
+        if hasattr(self._dataset, "__getitems__"):
+            self._seed(positions[0])
+            found: list[Any] = self._dataset.__getitems__(ids)
+            return found
+        return [self._one(*place) for place in zip(positions, ids, strict=True)]
 
     def _one(self, position: int, number: int) -> Any:
         self._seed(position)
         return self._dataset[number]
 
-    def _seed(self, position: int) -> None:
-        seed = derived_seed(self._order.seed, position)
+    def _seed(self, *parts: object) -> None:
+        seed = derived_seed(self._order.seed, *parts)
         torch.default_generator.manual_seed(seed)
         random.seed(seed)
         np.random.seed(np.array([seed & 0xFFFFFFFF, seed >> 32]))
+
+
+def _as_it_is(micro_batch: Any) -> Any:
+    return micro_batch
 
 
 def _said(error: DataError) -> str:

@@ -35,6 +35,12 @@ class Augmented:
         return np.array([number, random.random(), np.random.rand(), torch.rand(1).item()])
 
 
+def noisy(samples: list[np.ndarray]) -> torch.Tensor:
+    """A collate function that draws at random, too."""
+    noise = torch.tensor([random.random(), np.random.rand(), torch.rand(1).item()])
+    return torch.stack([torch.cat([torch.from_numpy(sample), noise]) for sample in samples])
+
+
 @pytest.fixture
 def lines(tmp_path: Path) -> str:
     text = "".join(json.dumps({"number": number, "text": "x" * number}) + "\n" for number in range(23))
@@ -131,7 +137,7 @@ def test_augmentations_depend_on_the_position_alone() -> None:
     def rows(size: int, **options: Any) -> torch.Tensor:
         found = []
         for rank in range(size):
-            made = loader(Augmented(), rank, size, 16, **options)
+            made = loader(Augmented(), rank, size, 16, collate_fn=noisy, **options)
             for _ in range(2):  # across the end of the epoch
                 batch = made.next_batch()
                 found.append(torch.cat(batch.rows)[torch.from_numpy(batch.weights) > 0])
@@ -147,6 +153,7 @@ def test_augmentations_depend_on_the_position_alone() -> None:
     expected = rows(1)
     assert draw() == expected_draw
     assert len(torch.unique(expected[:, 1])) == 15
+    assert len(torch.unique(expected[:, -1])) == 8, "micro-batches"
     for size, workers in ((1, 2), (3, 0), (2, 1)):
         assert torch.equal(rows(size, num_workers=workers), expected)
 

@@ -82,3 +82,19 @@ def test_show(run: Run, lines: Path, tmp_path: Path) -> None:
     assert shown[2:] == [f"sample 0: {(tmp_path / 'x.png').stat().st_size} bytes, {tmp_path}/x.png at byte 0", IMAGE]
     assert "--sample 4 is none of them" in run("show", f"npy:{tmp_path}/x.npy", "--sample", "4")[2]
     assert run("show", "npy:/none.npy")[0] == 69
+
+
+def test_behind_a_file_that_has_gone_nothing_is_compared(tmp_path: Path, run: Run) -> None:
+    """Else each sample there would be one that has changed."""
+    for number in range(9):
+        (tmp_path / f"{number}.png").write_bytes(bytes([number]) * (10 + number))
+    spec = f"images:{tmp_path}"
+    assert run("index", spec)[0] == 0
+    (tmp_path / "4.png").unlink()
+    code, out, _ = run("verify", spec)
+    assert code == 69
+    assert out.splitlines() == [
+        "there were 9 samples, there are 8",
+        "samples from 5 on are not compared: the file before them has another length than it had",
+        f"sample 4: {tmp_path}/5.png at byte 0 had 14 bytes, has 15",
+    ]
