@@ -137,7 +137,7 @@ def test_each_node_keeps_its_share(nodes: Cluster, dataset: str) -> None:
     assert not numbers(nodes, "a") & numbers(nodes, "b")
     for name in "ab":
         assert taken(nodes, name) < SAMPLES * SIZE // 2 + 2 * WINDOW
-    line = f"    {dataset}: 32 of 64 extents, 8.0 of 8.0 MiB here (of all datasets up to 64 MiB may be)\n"
+    line = f"    {dataset}: 32 of 64 extents, 8.0 of 8.0 MiB here (of all datasets up to 64.0 MiB may be)\n"
     nodes.wait(lambda: nodes.ctl("status").stdout.count(line) == 2, "the status of both nodes")
     content = json.loads(nodes.ctl("status", "--json").stdout)
     assert f"\ntenplex_extents_here_bytes {SAMPLES * SIZE // 2}\n" in curl(nodes, "/metrics")
@@ -281,7 +281,7 @@ def test_two_datasets_that_do_not_fit_together_are_read_all_the_same(nodes: Clus
         event = extents_event(nodes, name, lambda event: event["dataset"].endswith("rows.npy"))
         assert event["owned"] == EXTENTS // 2
         assert extent_bytes(nodes, name) <= 9 << 20
-    line = rf"    npy:{tmp_path}/more\.npy: 16 of 32 extents, \S+ of 4\.0 MiB here, more on the way .*up to 9 MiB"
+    line = rf"    npy:{tmp_path}/more\.npy: 16 of 32 extents, \S+ of 4\.0 MiB here, more on the way .*up to 9\.0 MiB"
     status = nodes.ctl("status").stdout
     assert len(re.findall(line, status)) == 2, status
     told = nodes.events(kind="view_failed")

@@ -34,7 +34,7 @@ def process(cluster: Cluster, node: str, module: str) -> int:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                argv = (entry / "cmdline").read_bytes().decode().split("\0")
+                argv = os.fsdecode((entry / "cmdline").read_bytes()).split("\0")
             except OSError:
                 continue
             if module in argv and any(folder in argument for argument in argv):
