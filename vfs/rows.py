@@ -222,18 +222,12 @@ class Rows:
             self._batches.remove(batch)
             batch.path.unlink(missing_ok=True)
 
-    def _next(self) -> tuple[Ahead, Chunk] | None:
-        """The chunk of the window that is nearest to its end."""
-        while True:
-            for window in sorted(self._windows.values(), key=lambda window: window.fetched - window.reached):
-                if (chunk := window.next_chunk()) is not None:
-                    _, absent = self._look(self._elsewhere(self._needs.rows_of(chunk.ids)))
-                    if len(absent):
-                        return window, dataclasses.replace(chunk, ids=absent)
-                    window.done(chunk)
-                    break
-            else:
-                return None
+    def _next(self) -> Ahead | None:
+        """The window that is nearest to its end; None where nothing will be missing."""
+        if len(self._keeper.here()) == self._source.catalogue.num_extents:
+            return None
+        hungry = [window for window in self._windows.values() if not window.full]
+        return min(hungry, key=lambda window: window.fetched - window.reached, default=None)
 
     def _elsewhere(self, ids: Ids) -> Ids:
         """Those whose extents are not here: others own them, or they are not loaded yet, or there is no room."""
@@ -259,12 +253,20 @@ class Rows:
         pause = _FIRST_PAUSE_S
         while True:
             with self._changed:
-                while (task := None if self._stopping else self._next()) is None:
+                while (window := None if self._stopping else self._next()) is None:
                     if self._stopping:
                         return
                     self._changed.wait()
-                window, chunk = task
-                self._busy = chunk
+            chunk = window.next_chunk()  # without the lock: many small steps take a while
+            if chunk is None:
+                continue
+            ids = self._elsewhere(self._needs.rows_of(chunk.ids))
+            with self._changed:
+                _, absent = self._look(ids)
+                if not len(absent):
+                    window.done(chunk)
+                    continue
+                self._busy = chunk = dataclasses.replace(chunk, ids=absent)
             batch = None
             try:
                 batch = self._source.fetch(chunk.ids, _key(window.order), chunk.first, chunk.stop)

@@ -43,8 +43,12 @@ class Ahead:
 
     @property
     def limit(self) -> int:
-        """Of the window in positions: two steps at the least."""
-        return max(self.limit_rows * self.size, 2 * self.order.global_batch)
+        """Of the window in positions: two steps at the least, and no more than an epoch, which has all rows."""
+        return max(min(self.limit_rows * self.size, self.order.num_samples), 2 * self.order.global_batch)
+
+    @property
+    def full(self) -> bool:
+        return self.fetched >= self.reached + self.limit
 
     @property
     def kept_from(self) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tenplexrun.core.ahead import Ahead, Chunk
 from tenplexrun.core.extents import Placement, Plan
 from tenplexrun.core.order import DataOrder
 from tenplexrun.errors import DataChangedError, DataError
@@ -186,6 +187,26 @@ def test_rows_of_extents_that_take_long_are_fetched_ahead(
     gate.set()
     assert data.keeper.wait(DEADLINE_S)
     np.testing.assert_array_equal(extents.gather(ids, 96), rows[ids])
+
+
+def test_nobody_waits_while_the_next_chunk_is_worked_out(open_data: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have many thousands of small steps: a view that was dropped meanwhile hung, and was killed for it."""
+    gate, begun, next_chunk = threading.Event(), threading.Event(), Ahead.next_chunk
+
+    def slow(self: Ahead) -> Chunk | None:
+        begun.set()
+        gate.wait(DEADLINE_S)
+        return next_chunk(self)
+
+    monkeypatch.setattr(Ahead, "next_chunk", slow)
+    data = open_data()
+    reader(data, 0)
+    assert begun.wait(DEADLINE_S)
+    closing = threading.Thread(target=data.leave, args=("v",))
+    closing.start()
+    closing.join(DEADLINE_S / 2)
+    assert not closing.is_alive()
+    gate.set()
 
 
 def test_any_rows_may_be_asked_for(open_data: Open, rows: np.ndarray) -> None:
