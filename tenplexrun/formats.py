@@ -64,7 +64,7 @@ def open_dataset(spec: str) -> Dataset:
             if is_url(path) or os.path.exists(path)
             else f"{path} does not exist on this node"
         )
-        hint = "; a folder behind http ends with a slash, and its server lists it" if "http" in path[:4] else ""
+        hint = "; a folder behind http ends with a slash, and its server lists it" if path.startswith("http") else ""
         raise DataError(f"dataset {spec}: {found}, not one {kind}; check the path{hint}")
     if index is None:
         return dataset

@@ -10,7 +10,6 @@ were an array of them. Beside its extents a node has, written once,
 from __future__ import annotations
 
 import pickle
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +30,7 @@ def blocks(dataset: Dataset) -> Dataset:
     size = min(max(1 << mean.bit_length() >> 1, _LEAST_BLOCK), _MOST_BLOCK)
     count = max(1, -(-dataset.pieces.num_bytes // size))
     padded = dataset.pieces.padded(count * size)
-    return replace(Dataset(dataset.spec, count, "|u1", (size,), padded), known=dataset.fingerprint())
+    return Dataset(dataset.spec, count, "|u1", (size,), padded, known=dataset.fingerprint())
 
 
 def save(dataset: Dataset, home: Path) -> None:

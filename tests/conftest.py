@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from cluster import Cluster
+from hypothesis import settings
+from properties import examples
+from scratch import PREFIX
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "tests")]
-
-from cluster import Cluster  # noqa: E402 (it lies among the examples)
-from hypothesis import settings  # noqa: E402
-from properties import examples  # noqa: E402
-
-from tenplexrun.agent.sweep import sweep  # noqa: E402
+from tenplexrun.agent.sweep import sweep
 
 settings.register_profile("tenplexrun", examples())
 settings.load_profile("tenplexrun")
@@ -43,8 +39,8 @@ def _started_here() -> set[str]:
 
 
 def _node_dirs() -> set[str]:
-    """Node directories of dead agents, and what is mounted there."""
-    found = set()
+    """Node directories of dead agents, what is mounted there, and folders of this run's tests."""
+    found = {f"directory {folder}" for folder in SHARED_MEMORY.glob(f"{PREFIX}*")}
     for folder in SHARED_MEMORY.glob("tenplexrun-*/agent.json"):
         try:
             pid = json.loads(folder.read_bytes())["pid"]

@@ -10,11 +10,12 @@ import os
 import shutil
 import signal
 import subprocess
-import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+from scratch import scratch_dir
 
 from tenplexrun.agent.embedded import SERVING, Binary, etcd_command, find_etcd
 from tenplexrun.agent.guardian import die_with_parent
@@ -134,7 +135,7 @@ class EtcdCluster:
 
 @contextlib.contextmanager
 def scratch() -> Iterator[Path]:
-    directory = Path(tempfile.mkdtemp(prefix="tenplexrun-test-", dir="/dev/shm"))
+    directory = scratch_dir()
     try:
         yield directory
     finally:

@@ -8,7 +8,7 @@ import os
 from hypothesis import HealthCheck, settings
 
 MANY = os.environ.get("HYPOTHESIS_PROFILE") == "many"
-USUAL = 60
+USUAL = 100
 
 
 def examples(number: int = USUAL) -> settings:

@@ -1,34 +1,16 @@
-"""Folders in shared memory, one for each dataset, that are there when they are complete."""
+"""Folders in shared memory, one for each dataset."""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 from tenplexrun.errors import ArenaFullError
 
-_PARTIAL = ".partial"
-
 
 def home_of(spec: str, directory: Path) -> Path:
     return directory / hashlib.blake2b(spec.encode(), digest_size=8).hexdigest()
-
-
-@contextlib.contextmanager
-def appearing(home: Path) -> Iterator[Path]:
-    """A new folder, which becomes `home` at the end; after an exception nothing is left."""
-    partial = home.with_suffix(_PARTIAL)
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        yield partial
-        partial.rename(home)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
 
 
 def full(spec: str, num_bytes: int, directory: Path) -> ArenaFullError:

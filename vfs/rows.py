@@ -14,7 +14,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -222,16 +222,16 @@ class Rows:
             self._batches.remove(batch)
             batch.path.unlink(missing_ok=True)
 
-    def _next(self) -> Ahead | None:
-        """The window that is nearest to its end; None where nothing will be missing."""
-        if len(self._keeper.here()) == self._source.catalogue.num_extents:
+    def _next(self, here: Collection[int]) -> Ahead | None:
+        """The window that is nearest to its end; None where nothing will be missing. `here`: the extents."""
+        if len(here) == self._source.catalogue.num_extents:
             return None
         hungry = [window for window in self._windows.values() if not window.full]
         return min(hungry, key=lambda window: window.fetched - window.reached, default=None)
 
-    def _elsewhere(self, ids: Ids) -> Ids:
-        """Those whose extents are not here: others own them, or they are not loaded yet, or there is no room."""
-        return ids[~np.isin(ids // self._source.catalogue.samples_per_extent, [*self._keeper.here()])]
+    def _elsewhere(self, ids: Ids, here: Collection[int]) -> Ids:
+        """Those whose extents are not `here`: others own them, or they are not loaded yet, or there is no room."""
+        return ids[~np.isin(ids // self._source.catalogue.samples_per_extent, [*here])]
 
     def _note(self, window: Ahead, fetched: bool) -> None:
         """One window's rows may come while another's do not: the outage is over when all do that are still needed."""
@@ -252,15 +252,17 @@ class Rows:
     def _run(self) -> None:
         pause = _FIRST_PAUSE_S
         while True:
+            here = self._keeper.here()
             with self._changed:
-                while (window := None if self._stopping else self._next()) is None:
-                    if self._stopping:
-                        return
+                if self._stopping:
+                    return
+                if (window := self._next(here)) is None:
                     self._changed.wait()
-            chunk = window.next_chunk()  # without the lock: many small steps take a while
+                    continue
+            chunk = window.next_chunk()  # without the lock, as the listing above: many small steps take a while
             if chunk is None:
                 continue
-            ids = self._elsewhere(self._needs.rows_of(chunk.ids))
+            ids = self._elsewhere(self._needs.rows_of(chunk.ids), here)
             with self._changed:
                 _, absent = self._look(ids)
                 if not len(absent):

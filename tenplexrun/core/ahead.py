@@ -43,8 +43,8 @@ class Ahead:
 
     @property
     def limit(self) -> int:
-        """Of the window in positions: two steps at the least, and no more than an epoch, which has all rows."""
-        return max(min(self.limit_rows * self.size, self.order.num_samples), 2 * self.order.global_batch)
+        """Of the window in positions: two steps at the least, and no more rows of the rank than there are samples."""
+        return max(min(self.limit_rows, self.order.num_samples) * self.size, 2 * self.order.global_batch)
 
     @property
     def full(self) -> bool:

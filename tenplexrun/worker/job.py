@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from tenplexrun.core.layout import Stages
 from tenplexrun.core.parallel import ParallelConfig
@@ -56,9 +58,9 @@ def _join(backend: str) -> None:
     if "RANK" not in os.environ:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
         return
-    store, rank, world_size = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]
+    store, rank, world_size = next(rendezvous("env://"))
     # Keys of its own: those of a group that the script has had and destroyed are still there, and would be believed.
-    store = dist.PrefixStore(f"tenplexrun-{next(_groups)}", store)  # type: ignore[attr-defined]
+    store = PrefixStore(f"tenplexrun-{next(_groups)}", store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
 
 

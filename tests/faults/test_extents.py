@@ -70,6 +70,15 @@ def start_two(cluster: Cluster, dataset: str, pause_s: float) -> None:
     cluster.wait_round(0, 2)
 
 
+def start_with_full_windows(cluster: Cluster, dataset: str) -> None:
+    """Two nodes that have room for little of the dataset, and have much of the rest ahead."""
+    for number in range(2):
+        start(cluster, number, "2:2", dataset, "--data-memory=2M", pause_s=0.3)
+    cluster.wait_round(0, 2)
+    cluster.progress(6)
+    cluster.wait(lambda: all(ahead_bytes(cluster, name) >= 640 << 10 for name in "ab"), "full windows")
+
+
 def extents_event(cluster: Cluster, name: str, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
     def found() -> dict[str, Any] | None:
         events = [event for event in cluster.events(name, "extents") if condition(event)]
@@ -214,15 +223,11 @@ def test_files_that_stall_are_not_felt_while_the_window_lasts(nodes: Cluster, tm
     """Most of the dataset fits into no node, and is behind a URL whose server answers nobody for a while."""
     np.save(tmp_path / "rows.npy", row_of(np.arange(SAMPLES), SIZE))
     with http_files(tmp_path) as server:
-        for number in range(2):
-            start(nodes, number, "2:2", f"npy:{server.url}/rows.npy", "--data-memory=2M", pause_s=0.3)
+        start_with_full_windows(nodes, f"npy:{server.url}/rows.npy")
         for name in "ab":
             event = extents_event(nodes, name, lambda event: True)
             assert (event["owned"], event["unowned"]) == (8, EXTENTS - 16)
-        nodes.wait_round(0, 2)
-        nodes.progress(6)
         # of a full window, 760 KiB lie ahead and up to 190 behind; eight steps take 290
-        nodes.wait(lambda: all(ahead_bytes(nodes, name) >= 640 << 10 for name in "ab"), "full windows")
         server.gate.clear()
         nodes.progress(8)
         assert not server.gate.is_set()

@@ -13,13 +13,13 @@ from file_servers import http_files
 from programs.reader import line_of
 
 from .test_extents import (
-    ahead_bytes,
     check_order,
     extents_event,
     home,
     nodes,
     numbers,
     start,
+    start_with_full_windows,
     taken,
 )
 from .test_job import end, process
@@ -68,12 +68,8 @@ def test_a_killed_view_and_a_server_that_stalls_are_not_felt_while_the_window_la
     nodes: Cluster, lines: Path
 ) -> None:
     with http_files(lines.parent) as server:
-        for number in range(2):
-            start(nodes, number, "2:2", f"jsonl:{server.url}/{lines.name}", "--data-memory=2M", pause_s=0.3)
-        nodes.wait_round(0, 2)
-        nodes.progress(6)
+        start_with_full_windows(nodes, f"jsonl:{server.url}/{lines.name}")
         # up to 250 KiB of it lie behind; a step takes 63, and one or two are with the processes that fetch
-        nodes.wait(lambda: all(ahead_bytes(nodes, name) >= 640 << 10 for name in "ab"), "full windows")
         server.gate.clear()
         nodes.progress(4)
         assert not server.gate.is_set()

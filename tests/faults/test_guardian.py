@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from scratch import scratch_dir
 
 from tenplexrun.agent import sweep
 from tenplexrun.agent.guardian import mounts_below, unmount
@@ -123,7 +123,7 @@ class Node:
         (cwd / "agent_stand_in.py").write_text(AGENT)
         (cwd / "nasty.py").write_text(NASTY)
         self.mount = _mount(cwd / "mount")
-        self.root = Path(tempfile.mkdtemp(prefix="tenplexrun-test-", dir="/dev/shm"))
+        self.root = scratch_dir()
         self.dir = self.root / "tenplexrun-0123abcd"
         self.requests = requests
         env = {**os.environ, "PYTHONPATH": str(stubs), **({"END": "1"} if end else {})}
@@ -296,7 +296,7 @@ def test_sweep_removes_what_both_left_when_killed_together(node: Node) -> None:
 
 
 def test_sweep_spares_what_is_not_provably_ours() -> None:
-    root = Path(tempfile.mkdtemp(prefix="tenplexrun-test-", dir="/dev/shm"))
+    root = scratch_dir()
     try:
         node_dir = sweep.make_node_dir("0123456789abcdef", root)
         assert node_dir.name == "tenplexrun-01234567"

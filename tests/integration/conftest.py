@@ -8,16 +8,15 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-import uuid
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from scratch import scratch_dir
 
 from tenplexrun.agent.pool import Pool
 from tenplexrun.agent.processes import Processes
@@ -41,7 +40,7 @@ class Driver:
 
     def __init__(self, **options: Any) -> None:
         self._options = options  # of the pool
-        self.node_dir = Path(tempfile.mkdtemp(prefix="tenplexrun-test-", dir="/dev/shm"))
+        self.node_dir = scratch_dir()
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
@@ -216,8 +215,7 @@ def env() -> dict[str, str]:
 @pytest.fixture
 def home() -> Iterator[Path]:
     """A node directory for a view process."""
-    home = Path("/dev/shm") / f"tenplexrun-test-{uuid.uuid4().hex[:8]}"
-    home.mkdir(mode=0o700)
+    home = scratch_dir()
     yield home
     clear(home / "view")
     shutil.rmtree(home)

@@ -8,11 +8,11 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
+from scratch import scratch_dir
 
 from tenplexrun.agent.embedded import EmbeddedEtcd, find_etcd
 from tenplexrun.agent.etcd_v2 import EtcdV2
@@ -27,7 +27,7 @@ Test = Callable[[Processes, Path], Awaitable[None]]
 @pytest.fixture
 def check() -> Iterator[Callable[[Test], None]]:
     """Runs a test with a guardian and its node directory, which is gone afterwards."""
-    node_dir = Path(tempfile.mkdtemp(prefix="tenplexrun-test-", dir="/dev/shm"))
+    node_dir = scratch_dir()
 
     async def bounded(test: Test) -> None:
         processes = await Processes.start(node_dir)

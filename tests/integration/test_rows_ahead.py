@@ -101,7 +101,7 @@ def settle(data: Data) -> None:
 
     def settled() -> bool:
         with data.rows._changed:
-            return data.rows._next() is None and data.rows._busy is None
+            return data.rows._next(data.keeper.here()) is None and data.rows._busy is None
 
     until(settled)
 

@@ -6,7 +6,6 @@ import asyncio
 import json
 import mmap
 import shutil
-import tempfile
 import textwrap
 import threading
 from collections.abc import Iterator, Mapping
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 from extents_of import extents_of
+from scratch import scratch_dir
 
 from tenplexrun import channel
 from tenplexrun.agent.script import Command
@@ -225,7 +225,7 @@ FRESH = {"snapshot": None, "index": None, "values": None, "consumed": 0, "step":
 
 @pytest.fixture(scope="module")
 def rounds(driver: Any) -> Iterator[Rounds]:
-    home = Path(tempfile.mkdtemp(prefix="tenplexrun-test-", dir="/dev/shm"))
+    home = scratch_dir()
     yield Rounds(driver, {"OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}, home)
     shutil.rmtree(home)
 

@@ -50,7 +50,7 @@ def held(layout: Layout, config: ParallelConfig, workers: tuple[int, ...], repli
     return found
 
 
-@examples(80)
+@examples(150)
 @given(worlds())
 def test_losing_fewer_nodes_than_replicas_loses_nothing(
     world: tuple[Layout, ParallelConfig, tuple[int, ...], int],
@@ -66,7 +66,7 @@ def test_losing_fewer_nodes_than_replicas_loses_nothing(
         assert gaps(layout, holders_of(snapshot, living, layout)) == []
 
 
-@examples(80)
+@examples(150)
 @given(worlds())
 def test_each_region_is_on_as_many_nodes_as_asked_and_on_no_more(
     world: tuple[Layout, ParallelConfig, tuple[int, ...], int],

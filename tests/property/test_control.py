@@ -63,7 +63,7 @@ class Story:
             yield
 
 
-@examples(150)
+@examples(300)
 @given(st.lists(st.integers(0, RANKS), min_size=20, max_size=120))
 def test_no_interleaving_passes_a_hold(schedule: list[int]) -> None:
     story = Story()

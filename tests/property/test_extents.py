@@ -37,7 +37,7 @@ def worlds(draw: st.DrawFn, most_nodes: int, most_extents: int) -> tuple[int, di
     return num_extents, budgets, draw(st.dictionaries(st.sampled_from(NODES), numbers))
 
 
-@examples(80)
+@examples(150)
 @given(worlds(most_nodes=3, most_extents=6))
 def test_no_other_way_that_is_as_even_moves_less(world: tuple[int, dict[str, int], dict[str, set[int]]]) -> None:
     num_extents, budgets, held = world
@@ -65,7 +65,7 @@ def _fits(way: dict[str, tuple[int, ...]], budgets: dict[str, int]) -> bool:
     return all(len(numbers) * SIZE <= budgets[node] for node, numbers in way.items())
 
 
-@examples(100)
+@examples(200)
 @given(st.integers(1, 300), st.lists(st.dictionaries(st.sampled_from(NODES), st.integers(0, 3200), min_size=1)))
 def test_any_sequence_of_nodes_and_budgets(num_extents: int, rounds: list[dict[str, int]]) -> None:
     """Each moves what the new owners lack and nothing else; the bound: what of an even share is held nowhere better."""

@@ -12,7 +12,7 @@ from tenplexrun.core.rounds import Request
 from .world import World
 
 QUIET_S = 900.0
-BLOCKS, BLOCK = 10, 50
+BLOCKS, BLOCK = 20, 50
 
 
 FAULTS = {

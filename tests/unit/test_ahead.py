@@ -6,12 +6,12 @@ import json
 import mmap
 import re
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from scratch import scratch_dir
 
 from tenplexrun.core.arena import arena_map
 from tenplexrun.core.layout import Layout, Shard, TensorSpec
@@ -43,7 +43,7 @@ def mapped_bytes(path: Path) -> int:
 
 @pytest.fixture
 def arena() -> Iterator[Path]:
-    folder = Path(tempfile.mkdtemp(prefix="tenplexrun-test-", dir="/dev/shm"))
+    folder = scratch_dir()
     yield folder
     shutil.rmtree(folder)
 
